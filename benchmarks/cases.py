@@ -1,0 +1,126 @@
+"""What is measured: one transformer, run by retrograd, by plain autograd, by checkpointing and by every peer that is installed.
+
+All share the same modules f and g and the same two streams, so they compute the same numbers; only who stores what differs.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import retrograd as rg
+
+
+@dataclass(frozen=True)
+class Size:
+    name: str
+    blocks: int
+    width: int
+    batch: int
+    tokens: int
+    heads: int = 4
+
+
+SIZES = {
+    "large": Size("large", blocks=8, width=256, batch=2, tokens=512),
+    "tiny": Size("tiny", blocks=24, width=64, batch=2, tokens=64),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, d = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(b, n, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)  # b, heads, n, d / heads
+        return self.out(y.transpose(1, 2).reshape(b, n, d))
+
+
+class FeedForward(nn.Sequential):
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+def pairs(size: Size) -> list[tuple[nn.Module, nn.Module]]:
+    torch.manual_seed(0)
+    return [(Attention(size.width, size.heads), FeedForward(size.width)) for _ in range(size.blocks)]
+
+
+class Plain(nn.Module):
+    """The equations themselves, on both halves of the last dimension."""
+
+    def __init__(self, blocks: list[tuple[nn.Module, nn.Module]], remember: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList(pair) for pair in blocks)
+        self.remember = remember
+
+    def block(self, pair: nn.ModuleList, x: Tensor) -> Tensor:
+        x1, x2 = x.chunk(2, -1)
+        x1 = x1 + pair[0](x2)
+        return torch.cat((x1, x2 + pair[1](x1)), -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for pair in self.blocks:
+            x = self.block(pair, x) if self.remember is None else self.remember(self.block, pair, x, use_reentrant=False)
+        return x
+
+
+def _revtorch(blocks: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
+    import revtorch
+
+    return revtorch.ReversibleSequence(nn.ModuleList(revtorch.ReversibleBlock(f, g, split_along_dim=-1) for f, g in blocks))
+
+
+def _revlib(blocks: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
+    import revlib
+
+    return revlib.ReversibleSequential(*(fn for pair in blocks for fn in pair), split_dim=-1)
+
+
+def _memcnn(blocks: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
+    import memcnn
+
+    couple = (memcnn.AdditiveCoupling(f, g, split_dim=-1) for f, g in blocks)
+    return nn.Sequential(*(memcnn.InvertibleModuleWrapper(c, keep_input=False) for c in couple))
+
+
+def _reformer(blocks: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
+    from reformer_pytorch.reversible import ReversibleSequence
+
+    return ReversibleSequence(nn.ModuleList(nn.ModuleList(pair) for pair in blocks))
+
+
+CONTESTANTS: dict[str, Callable[[list[tuple[nn.Module, nn.Module]]], nn.Module]] = {
+    "plain": Plain,
+    "checkpoint": lambda blocks: Plain(blocks, checkpoint),
+    "retrograd": lambda blocks: rg.ReversibleSequence(blocks, streams=rg.Split()),
+    "reformer-pytorch": _reformer,
+    "revtorch": _revtorch,
+    "revlib": _revlib,
+    "memcnn": _memcnn,
+}
+
+
+def contestants(size: Size) -> dict[str, nn.Module]:
+    """A network for each contestant that can be imported, all with equal weights."""
+    blocks, networks = pairs(size), {}
+    for name, build in CONTESTANTS.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                networks[name] = build(copy.deepcopy(blocks)).train()
+        except ImportError:
+            continue
+    return networks

@@ -1,0 +1,29 @@
+"""retrograd: train very deep PyTorch networks without storing their activations."""
+
+# the usual case: a stack of (f, g) pairs
+from retrograd.sequence import ReversibleSequence as ReversibleSequence
+from retrograd.core.streams import Duplicate as Duplicate, Split as Split, AtRest as AtRest
+
+# the general case: a program of updates over named streams
+from retrograd.sequence import Reversible as Reversible
+from retrograd.core.updates import Update as Update, WithAux as WithAux
+
+# how a function's output enters its target
+from retrograd.core.updates import Coupling as Coupling, Additive as Additive, Affine as Affine, Momentum as Momentum
+
+# what is kept and what is rebuilt
+from retrograd.core.memory import Reverse as Reverse, Keep as Keep
+
+# inside a function
+from retrograd.core.replay import is_recomputing as is_recomputing
+
+# what can go wrong
+from retrograd.core.errors import (
+    RetrogradError as RetrogradError,
+    OutputError as OutputError,
+    InPlaceError as InPlaceError,
+    RecomputeError as RecomputeError,
+    CouplingError as CouplingError,
+)
+
+__version__ = "0.1.0"

@@ -1,0 +1,114 @@
+"""How an input becomes two streams and two streams an output, and how a value becomes leaves.
+
+A *stream* is a tensor or a pytree of tensors. The engine works on its leaves, so every rule here is for one tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+# torch has no public pytree module yet; this private one is the one its own documentation refers to. It is used in this
+# file only, and `torch.pytree` would replace it.
+from torch.utils import _pytree as pytree
+
+Leaves = list[Tensor]
+Spec = Any  # a TreeSpec, or None for a bare tensor (the usual case, kept free of tree work)
+
+
+def flatten(value: Any) -> tuple[list[Any], Spec]:
+    """The leaves of `value` and what puts them together again."""
+    if isinstance(value, Tensor):
+        return [value], None
+    return pytree.tree_flatten(value)
+
+
+def unflatten(leaves: list[Any], spec: Spec) -> Any:
+    return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+
+
+def flatten_stream(value: Any, name: str) -> tuple[Leaves, Spec]:
+    """`flatten` for a stream, whose leaves must be tensors."""
+    leaves, spec = flatten(value)
+    for path, leaf in zip(leaf_names(value), leaves) if not all(isinstance(leaf, Tensor) for leaf in leaves) else ():
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{name}{path} is {type(leaf).__name__} ({leaf!r:.60}). A stream is a tensor or a pytree (dict, list, tuple) of "
+                "tensors; pass anything else as a keyword argument."
+            )
+    return leaves, spec
+
+
+def leaf_names(value: Any) -> list[str]:
+    """How each leaf is reached, for messages: `['0']`, `[1]`, or nothing for a bare tensor."""
+    return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
+
+
+def describe(value: Any) -> str:
+    """A value's kind, dtype and shape in a few words, for messages: `float32[4, 512]`, `dict of 2`."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    leaves, _ = flatten(value)
+    if isinstance(value, (dict, list, tuple)):
+        inside = ", ".join(describe(leaf) for leaf in leaves[:4]) + (", ..." if len(leaves) > 4 else "")
+        return f"{type(value).__name__} of {len(value)} ({inside})"
+    return type(value).__name__
+
+
+@dataclass(frozen=True)
+class Duplicate:
+    """Both streams start as the input; the output is their mean, or their sum.
+
+    The width of the network stays that of the input. What went in cannot be told from what comes out, so
+    `stack.inverse` needs `Split` instead.
+    """
+
+    merge: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        if self.merge not in ("mean", "sum"):
+            raise ValueError(f'Duplicate(merge={self.merge!r}): merge must be "mean" or "sum".')
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+    def join(self, y1: Tensor, y2: Tensor) -> Tensor:
+        return (y1 + y2) / 2 if self.merge == "mean" else y1 + y2
+
+
+@dataclass(frozen=True)
+class Split:
+    """The streams are the two halves of the input along `dim`; the output is their concatenation, of the input's shape."""
+
+    dim: int = -1
+    invertible = True  # no annotation: a fact about the class, not a field
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not -x.ndim <= self.dim < x.ndim:
+            raise ValueError(f"Split(dim={self.dim}): the input has {x.ndim} dimensions ({describe(x)}). Choose dim within them.")
+        if x.shape[self.dim] % 2:
+            raise ValueError(
+                f"Split(dim={self.dim}): size {x.shape[self.dim]} of {describe(x)} is odd and has no two equal halves. Pad it to "
+                f"{x.shape[self.dim] + 1}, choose another dim, or use streams=rg.Duplicate()."
+            )
+        # [Note: why halves are copied] A half is a strided view of its input, but the same half rebuilt in backward is
+        # dense, and kernels may round differently on the two. It would also keep the whole input alive for one half.
+        x1, x2 = x.chunk(2, self.dim)
+        return x1.clone(), x2.clone()
+
+    def join(self, y1: Tensor, y2: Tensor) -> Tensor:
+        return torch.cat((y1, y2), self.dim)
+
+
+@dataclass(frozen=True)
+class AtRest:
+    """For `Momentum`: the position starts as the input and the velocity as zero; the output is the position."""
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(x), x
+
+    def join(self, y1: Tensor, y2: Tensor) -> Tensor:
+        return y2

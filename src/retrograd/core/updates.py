@@ -1,0 +1,218 @@
+"""What a reversible program is made of: updates, and the arithmetic by which a function's output enters its target.
+
+One update replaces one stream, its *target*, by a value that depends on other streams, its *reads*:
+
+    stream[target] = coupling.forward(stream[target], fn(*[stream[r] for r in reads], **kwargs))
+
+`fn` never reads its target. So, given the streams afterwards, `fn` can run again on the same reads, and
+`coupling.inverse` takes its output back out of the target. Any list of updates therefore runs backwards.
+
+This file is arithmetic only. Gradients are never written by hand: autograd derives them from `forward`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+PairProgram = tuple[tuple[str, "str | None", tuple[str, ...]], ...]
+
+
+class Coupling:
+    """How a function's output enters its target. Subclass it, or write any class with `forward` and `inverse`.
+
+    Both work on one tensor at a time; a stream that is a pytree is coupled leaf by leaf.
+
+    - `forward(x, out)` returns the new value of the target, of the shape and dtype of `x`;
+    - `inverse(y, out)` returns `x` again, given the same `out`;
+    - `returns` names what the function must return. More than one name means a tuple, passed as further arguments:
+      with `returns = ("log_scale", "shift")` the calls are `forward(x, log_scale, shift)` and `inverse(y, log_scale, shift)`.
+
+    Example:
+        >>> class Doubling(rg.Coupling):
+        ...     def forward(self, x, out):
+        ...         return 2 * x + out
+        ...     def inverse(self, y, out):
+        ...         return (y - out) / 2
+    """
+
+    returns: tuple[str, ...] = ("out",)
+
+    if False:  # the signatures differ in the number of `out` arguments, which a type cannot say
+        forward: Callable[..., Tensor]
+        inverse: Callable[..., Tensor]
+
+    def inverse_(self, y: Tensor, *out: Tensor) -> Tensor:
+        """`inverse`, allowed to overwrite `y`: no one else sees it. Optional; saves one stream at the peak."""
+        return self.inverse(y, *out)
+
+    def pair(self) -> PairProgram:
+        """One block of a stack of `(f, g)`, as `(target, function, reads)`; function None adds the read itself."""
+        return (("x1", "f", ("x2",)), ("x2", "g", ("x1",)))
+
+
+@dataclass(frozen=True)
+class Additive(Coupling):
+    """`y = x + out`, undone by `x = y - out`. The default: cheapest, and the only one whose backward needs no target.
+
+    Kept: nothing. Rebuilt: the target, in place where no one else sees it.
+    """
+
+    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+        return x + out
+
+    def inverse(self, y: Tensor, out: Tensor) -> Tensor:
+        return y - out
+
+    def inverse_(self, y: Tensor, out: Tensor) -> Tensor:  # type: ignore[override]
+        return y.sub_(out)
+
+
+@dataclass(frozen=True)
+class Affine(Coupling):
+    """`y = x * exp(s) + shift`, undone by `x = (y - shift) * exp(-s)`; the function returns `(log_scale, shift)`.
+
+    The scale is bounded smoothly: `s = limit * tanh(log_scale / limit)`, so one update multiplies by a factor between
+    `exp(-limit)` and `exp(limit)` (0.37 to 2.72 by default), and undoing it enlarges rounding errors by at most
+    `exp(limit)`. For small `log_scale` the bound is invisible: `s = log_scale` up to third order.
+
+    Kept: nothing. Rebuilt: the target. Costs a few element-wise operations more than `Additive`.
+    """
+
+    limit: float = 1.0
+    returns = ("log_scale", "shift")
+
+    def __post_init__(self) -> None:
+        if not (self.limit > 0 and math.isfinite(self.limit)):
+            raise ValueError(f"Affine(limit={self.limit!r}): limit must be a positive number, for instance Affine(1.0).")
+
+    def _bounded(self, log_scale: Tensor) -> Tensor:
+        return self.limit * (log_scale / self.limit).tanh()
+
+    def forward(self, x: Tensor, log_scale: Tensor, shift: Tensor) -> Tensor:
+        return x * self._bounded(log_scale).exp() + shift
+
+    def inverse(self, y: Tensor, log_scale: Tensor, shift: Tensor) -> Tensor:
+        return (y - shift) * (-self._bounded(log_scale)).exp()
+
+
+@dataclass(frozen=True)
+class Momentum(Coupling):
+    """A residual network with momentum: a velocity `v` and a position `x`, for every function of the stack
+
+        v = gamma * v + (1 - gamma) * f(x)
+        x = x + v
+
+    On an `Update`, it is the first line alone (target `v`, reads `x`); the second is an update of its own,
+    `Update("x", nn.Identity(), reads=("v",))`. In a `ReversibleSequence` of `(f, g)`, each function is followed by its
+    step of the position; stream 1 is the velocity and stream 2 the position. Start at rest with `streams=rg.AtRest()`.
+
+    Undoing divides by gamma, so rounding errors grow by `1 / gamma` for each function walked back.
+    """
+
+    gamma: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gamma < 1:
+            raise ValueError(
+                f"Momentum(gamma={self.gamma!r}): gamma must lie strictly between 0 and 1, because undoing an update divides "
+                "by it and 1 would leave the functions out. Try Momentum(0.9)."
+            )
+
+    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+        return self.gamma * x + (1 - self.gamma) * out
+
+    def inverse(self, y: Tensor, out: Tensor) -> Tensor:
+        return (y - (1 - self.gamma) * out) / self.gamma
+
+    def inverse_(self, y: Tensor, out: Tensor) -> Tensor:  # type: ignore[override]
+        return y.sub_((1 - self.gamma) * out).div_(self.gamma)
+
+    def pair(self) -> PairProgram:
+        f, g = ("x1", "f", ("x2",)), ("x1", "g", ("x2",))
+        move = ("x2", None, ("x1",))
+        return (f, move, g, move)
+
+
+TRUSTED = (Additive, Affine, Momentum)  # proven by the tests; a user's own coupling is tried on live data instead
+
+
+def checked_coupling(coupling: Any) -> Coupling:
+    """`coupling`, or a `TypeError` that says what a coupling is."""
+    for method in ("forward", "inverse"):
+        if isinstance(coupling, type) or not callable(getattr(coupling, method, None)):
+            raise TypeError(
+                f"coupling={coupling!r} has no method {method!r}. A coupling is an instance with forward(x, out) and "
+                "inverse(y, out), such as rg.Additive(), rg.Affine(), rg.Momentum(0.9) or your own subclass of rg.Coupling."
+            )
+    return coupling
+
+
+@dataclass(frozen=True)
+class WithAux:
+    """What a function returns when it has more to say than its output.
+
+    `aux` is any pytree of tensors: a load-balancing loss, attention maps. The stack then returns `(y, aux)`, where `aux` is
+    a list with an entry for each call that returned one, in forward order; gradients flow through it.
+    """
+
+    output: Any
+    aux: Any
+
+
+class Update(nn.Module):
+    """One update of a `Reversible` program: `target = coupling.forward(target, fn(*reads, **kwargs))`.
+
+    Args:
+        target: name of the stream that changes.
+        fn: a module or any callable. It must not change its inputs, and must not look at the target.
+        reads: names of the streams that `fn` gets, in order. Never the target itself.
+        coupling: how the output enters the target; `Additive()` by default.
+        route: which keyword arguments of the call `fn` gets. None: those its signature accepts. A sequence of names: just
+            those. A dict: from the name `fn` uses to the name the call uses, e.g. `{"mask": "video_mask"}`.
+
+    Example:
+        >>> update = rg.Update("v1", torch.nn.Linear(8, 8), reads=("v2",))
+        >>> update
+        Update(
+          target='v1', reads=('v2',), coupling=Additive()
+          (fn): Linear(in_features=8, out_features=8, bias=True)
+        )
+    """
+
+    def __init__(
+        self,
+        target: str,
+        fn: Callable[..., Any],
+        reads: tuple[str, ...] | list[str] = (),
+        *,
+        coupling: Any = Additive(),
+        route: dict[str, str] | tuple[str, ...] | list[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(reads, str):
+            raise TypeError(f"Update({target!r}, reads={reads!r}): reads is a tuple of names; write reads=({reads!r},).")
+        if not callable(fn):
+            raise TypeError(f"Update({target!r}, fn={fn!r}): fn is not callable. Pass a module or a function.")
+        if target in reads:
+            raise ValueError(
+                f"Update({target!r}, reads={tuple(reads)!r}): a function may not read its own target, because the target's "
+                "earlier value is what backward has to rebuild. Read another stream, or put the value into one of its own."
+            )
+        self.target = target
+        self.fn = fn
+        self.reads = tuple(reads)
+        self.coupling = checked_coupling(coupling)
+        self.route = route
+
+    def extra_repr(self) -> str:
+        route = "" if self.route is None else f", route={self.route!r}"
+        return f"target={self.target!r}, reads={self.reads!r}, coupling={self.coupling!r}{route}"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What `fn` gives; a program calls `fn` itself and couples its output."""
+        return self.fn(*args, **kwargs)

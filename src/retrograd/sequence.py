@@ -1,0 +1,282 @@
+"""The modules: a stack of `(f, g)` pairs, and a program of updates over any streams. Both are a few lines over the core."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrograd.core.memory import Keep, Reverse
+from retrograd.core.program import Run, Step
+from retrograd.core.streams import Duplicate, flatten_stream, unflatten
+from retrograd.core.tape import Tape, edited_in_place
+from retrograd.core.updates import Additive, Update, checked_coupling
+from retrograd.routing import PairRoute, Route, by_update, check_all_taken
+
+_ADD = Additive()
+_IDENTITY = nn.Identity()
+
+
+class ReversibleSequence(nn.Module):
+    """A stack of blocks `(f, g)`, each computing `y1 = x1 + f(x2)`, `y2 = x2 + g(y1)`.
+
+    Backward rebuilds each block's input from its output, so activation memory does not grow with depth; a step costs 4/3 of
+    plain autograd. Gradients, random draws, buffers and hooks are those of the same equations in plain autograd.
+
+    Args:
+        blocks: an iterable of pairs of modules (or callables). Parameters are named `blocks.<i>.f.…` and `blocks.<i>.g.…`.
+        streams: how the input becomes `x1, x2`, and these one output: `Duplicate()`, `Split()` or `AtRest()`.
+        memory: `Reverse()` rebuilds; `Keep()` stores everything, as plain autograd does. May be assigned at any time.
+        coupling: how a function's output enters its stream: `Additive()`, `Affine()`, `Momentum(0.9)` or your own.
+        route: which keyword argument goes to which function, e.g. `{"mask": "f", "context": "fg"}`, or a list of such dicts,
+            one for each block. What it leaves out goes to every function whose signature accepts it.
+
+    Example:
+        >>> blocks = [(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(4)]
+        >>> stack = rg.ReversibleSequence(blocks, streams=rg.Split())
+        >>> x = torch.randn(2, 16)
+        >>> torch.allclose(stack.inverse(stack(x)), x, atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[tuple[Callable[..., Any], Callable[..., Any]]],
+        *,
+        streams: Any = Duplicate(merge="mean"),
+        memory: Any = Reverse(),
+        coupling: Any = _ADD,
+        route: Route | None = None,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_pair(pair, i) for i, pair in enumerate(blocks)])
+        if isinstance(streams, type) or not (hasattr(streams, "split") and hasattr(streams, "join")):
+            raise TypeError(f"streams={streams!r}: pass rg.Duplicate(), rg.Split() or rg.AtRest().")
+        self.streams = streams
+        self.memory = _checked_memory(memory)
+        self.coupling = checked_coupling(coupling)
+        self.route = PairRoute(route, len(self.blocks))
+
+    def extra_repr(self) -> str:
+        return f"streams={self.streams!r}, memory={self.memory!r}, coupling={self.coupling!r}"
+
+    def forward(self, x: Any, /, **kwargs: Any) -> Any:
+        """The output for `x`, a tensor or a pytree of tensors; `(output, aux)` where functions return `WithAux`."""
+        return (_recorded if _is_recorded(self.memory) else _plain)(self._forward, x, kwargs)
+
+    def _forward(self, new_run: Callable[..., Run], x: Any, kwargs: dict[str, Any]) -> Any:
+        program = self._program(kwargs)
+        leaves, spec = flatten_stream(x, "the input")
+        halves = [self.streams.split(leaf) for leaf in leaves]
+        streams = {name: unflatten([half[i] for half in halves], spec) for i, name in enumerate(("x1", "x2"))}
+        run = new_run(self.memory, streams, kwargs, [step.target for steps in program for step in steps])
+        del x, leaves, halves, streams  # from here on the run alone decides what stays alive
+        for block, steps in zip(self.blocks, program):
+            run.enter(block(run.state, run, steps))
+        joined = [self.streams.join(y1, y2) for y1, y2 in zip(run.state["x1"], run.state["x2"])]
+        run.finish()
+        return _with_aux(unflatten(joined, spec), run)
+
+    @torch.no_grad()
+    def inverse(self, y: Any, /, **kwargs: Any) -> Any:
+        """The input that gave `y`. Needs `streams=Split()`: a merged output has lost its streams (`ValueError`).
+
+        Runs each function once, without autograd. Functions that draw random numbers or use batch statistics do something
+        else each time; call `eval()` first.
+        """
+        if not getattr(self.streams, "invertible", False):
+            raise ValueError(
+                f"inverse needs both streams, and {self.streams!r} merged them into one output. Build the stack with "
+                "streams=rg.Split(), or use rg.Reversible, whose output is its streams."
+            )
+        program = self._program(kwargs)
+        leaves, spec = flatten_stream(y, "the output")
+        halves = [self.streams.split(leaf) for leaf in leaves]
+        streams = {name: unflatten([half[i] for half in halves], spec) for i, name in enumerate(("x1", "x2"))}
+        run = Run(streams, kwargs, sum(map(len, program)))
+        run.index = run.total
+        for block, steps in zip(reversed(self.blocks), reversed(program)):
+            block(run.state, run, steps, undo=True)
+        return unflatten([self.streams.join(x1, x2) for x1, x2 in zip(run.state["x1"], run.state["x2"])], spec)
+
+    def _program(self, kwargs: dict[str, Any]) -> list[list[Step]]:
+        """The updates of each block. Looked up at each call, because users replace and wrap modules."""
+        pair, coupling, route = self.coupling.pair() if hasattr(self.coupling, "pair") else _ADD.pair(), self.coupling, self.route
+        program, taken = [], set()
+        for i, block in enumerate(self.blocks):
+            steps = []
+            for target, function, reads in pair:
+                if function is None:
+                    steps.append(Step(f"blocks.{i}, the step of {target}", target, reads, _IDENTITY, _ADD, {}))
+                    continue
+                fn = getattr(block, function)
+                keywords = route.keywords(i, function, fn, kwargs) if kwargs else {}
+                taken.update(keywords)
+                steps.append(Step(f"blocks.{i}.{function}", target, reads, fn, coupling, keywords))
+            program.append(steps)
+        if kwargs and program:
+            check_all_taken(kwargs, taken, type(self).__name__)
+        return program
+
+
+class Block(nn.Module):
+    """One pair of functions. Called by its stack, so that hooks on it (FSDP's among them) run; it is no use alone."""
+
+    def __init__(self, f: Callable[..., Any], g: Callable[..., Any]) -> None:
+        super().__init__()
+        self.f = f
+        self.g = g
+
+    def forward(self, state: dict[str, list[Tensor]], run: Run, steps: list[Step], undo: bool = False) -> dict[str, list[Tensor]]:
+        run.enter(state)
+        for step in reversed(steps) if undo else steps:
+            (run.undo if undo else run.update)(step)
+        return run.state
+
+
+class Reversible(nn.Module):
+    """A program of updates over any number of named streams: a dict of streams in, a dict of streams out.
+
+    Each update changes one stream, `stream[target] = coupling.forward(stream[target], fn(*reads, **kwargs))`, and backward
+    undoes the updates one by one. What is kept: the streams at the end. The streams that come out are backward's starting
+    point, so they must not be edited in place.
+
+    Args:
+        updates: an iterable of `Update`. Parameters are named `updates.<i>.fn.…`.
+        memory: `Reverse()` rebuilds; `Keep()` stores everything, as plain autograd does. May be assigned at any time.
+
+    Example:
+        >>> f, g = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        >>> net = rg.Reversible([rg.Update("a", f, reads=("b",)), rg.Update("b", g, reads=("a",))])
+        >>> streams = net({"a": torch.zeros(2, 8), "b": torch.ones(2, 8)})
+        >>> sorted(streams)
+        ['a', 'b']
+    """
+
+    def __init__(self, updates: Iterable[Update], *, memory: Any = Reverse()) -> None:
+        super().__init__()
+        updates = list(updates)
+        for i, update in enumerate(updates):
+            if not isinstance(update, Update):
+                raise TypeError(f"updates[{i}] is {update!r:.80}; write rg.Update(target, fn, reads=(...)).")
+        self.updates = nn.ModuleList(updates)
+        self.memory = _checked_memory(memory)
+
+    def extra_repr(self) -> str:
+        return f"memory={self.memory!r}"
+
+    def forward(self, streams: dict[str, Any], /, **kwargs: Any) -> Any:
+        """The streams after all updates; `(streams, aux)` where functions return `WithAux`."""
+        return (_recorded if _is_recorded(self.memory) else _plain)(self._forward, streams, kwargs)
+
+    def _forward(self, new_run: Callable[..., Run], streams: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+        program = self._program(streams, kwargs)
+        run = new_run(self.memory, streams, kwargs, [step.target for step in program])
+        for step in program:
+            run.update(step)
+        result, state = run.streams(), run.state
+        run.finish()
+        if isinstance(run, Tape):
+            _guard(run, state, program)
+        return _with_aux(result, run)
+
+    @torch.no_grad()
+    def inverse(self, streams: dict[str, Any], /, **kwargs: Any) -> dict[str, Any]:
+        """The streams that gave these, without autograd. See `ReversibleSequence.inverse` on randomness."""
+        program = self._program(streams, kwargs)
+        run = Run(streams, kwargs, len(program))
+        run.index = run.total
+        for step in reversed(program):
+            run.undo(step)
+        return run.streams()
+
+    def _program(self, streams: dict[str, Any], kwargs: dict[str, Any]) -> list[Step]:
+        if not isinstance(streams, dict):
+            raise TypeError(f"Reversible takes a dict from stream name to value, not {type(streams).__name__}.")
+        updates: list[Update] = list(self.updates)  # type: ignore[arg-type]
+        wanted = {name for update in updates for name in (update.target, *update.reads)}
+        missing, unknown = sorted(wanted - set(streams)), sorted(set(streams) - wanted) if updates else []
+        if missing or unknown:
+            raise ValueError(
+                f"the streams do not fit the program: {f'missing {missing}' if missing else ''}{' and ' if missing and unknown else ''}"
+                f"{f'unknown {unknown}' if unknown else ''}. Its updates use {sorted(wanted)}, and the call gave {sorted(streams)}."
+            )
+        program, taken = [], set()
+        for i, u in enumerate(updates):
+            keywords = by_update(u.route, u.fn, len(u.reads), kwargs)
+            taken.update(keywords.values())
+            program.append(Step(f"updates.{i}", u.target, u.reads, u.fn, u.coupling, keywords))
+        if program:
+            check_all_taken(kwargs, taken, type(self).__name__)
+        return program
+
+
+# --- what both share
+
+
+def _is_recorded(memory: Any) -> bool:
+    """Whether a call leaves a tape. Inside torch.func transforms, which allow no saved-tensor hooks, the same updates run plain.
+
+    `torch._C._are_functorch_transforms_active` is private; a public `torch.func.is_active()` would replace it.
+    """
+    return not isinstance(memory, Keep) and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+
+
+def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
+    return forward(lambda memory, streams, keywords, targets: Run(streams, keywords, len(targets)), value, kwargs)
+
+
+# [Note: torch.compile] Forward and recompute must call the same callable, compiled or not, or they save different tensors. A
+# compiled model would compile the functions in forward, but not in backward, where the tape calls them. So a recorded call
+# runs outside the compiler; functions that were compiled themselves stay compiled both times. `torch._disable_dynamo` is
+# `torch.compiler.disable`, except that it does not import the compiler (seconds) before it is needed.
+@torch._disable_dynamo
+def _recorded(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
+    return forward(
+        lambda memory, streams, keywords, targets: Tape(streams, keywords, len(targets), memory.plan(targets)), value, kwargs
+    )
+
+
+def _with_aux(result: Any, run: Run) -> Any:
+    return (result, run.aux) if run.aux else result
+
+
+def _guard(tape: Tape, state: dict[str, list[Tensor]], program: list[Step]) -> None:
+    """Raise, first thing in backward, if a stream that was handed out has been edited in place since."""
+    last = {step.target: (step, index) for index, step in enumerate(program)}
+    outputs = [(name, weakref.ref(leaf), leaf._version) for name in last for leaf in state[name]]
+    wheres = {name: tape.where(*last[name]) for name in last}
+
+    def check(_: Any) -> None:
+        for name, ref, version in outputs:
+            leaf = ref()
+            if leaf is not None and leaf._version != version:
+                raise edited_in_place(f"stream {name!r} as it was returned", f"backward through {wheres[name]}")
+
+    for name in last:
+        for leaf in state[name]:
+            if leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(check)
+
+
+def _checked_memory(memory: Any) -> Any:
+    if isinstance(memory, type) or not (isinstance(memory, Keep) or hasattr(memory, "plan")):
+        raise TypeError(f"memory={memory!r}: pass rg.Reverse() or rg.Keep().")
+    return memory
+
+
+def _pair(pair: Any, index: int) -> Block:
+    """`pair` as a block, or an error that says what a block is."""
+    try:
+        functions = tuple(pair)
+    except TypeError:
+        raise TypeError(f"blocks[{index}] is {pair!r:.80}, not a pair. Pass an iterable of (f, g).") from None
+    if len(functions) != 2:
+        raise ValueError(f"blocks[{index}] has {len(functions)} functions, not a pair. Pass an iterable of (f, g).")
+    for name, fn in zip("fg", functions):
+        if not callable(fn):
+            raise TypeError(f"blocks[{index}].{name} is {fn!r:.80}, which is not callable. Pass a module or a function.")
+    return Block(*functions)
