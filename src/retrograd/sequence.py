@@ -72,7 +72,7 @@ class ReversibleSequence(nn.Module):
         leaves, spec = flatten_stream(x, "the input")
         halves = [self.streams.split(leaf) for leaf in leaves]
         streams = {name: unflatten([half[i] for half in halves], spec) for i, name in enumerate(("x1", "x2"))}
-        run = new_run(self.memory, streams, kwargs, [step.target for steps in program for step in steps])
+        run = new_run(self.memory, streams, kwargs, [step for steps in program for step in steps])
         del x, leaves, halves, streams  # from here on the run alone decides what stays alive
         for block, steps in zip(self.blocks, program):
             run.enter(block(run.state, run, steps))
@@ -96,26 +96,28 @@ class ReversibleSequence(nn.Module):
         leaves, spec = flatten_stream(y, "the output")
         halves = [self.streams.split(leaf) for leaf in leaves]
         streams = {name: unflatten([half[i] for half in halves], spec) for i, name in enumerate(("x1", "x2"))}
-        run = Run(streams, kwargs, sum(map(len, program)))
-        run.index = run.total
+        run = Run(streams, kwargs, [step for steps in program for step in steps])
+        run.index = len(run.program)
         for block, steps in zip(reversed(self.blocks), reversed(program)):
             block(run.state, run, steps, undo=True)
         return unflatten([self.streams.join(x1, x2) for x1, x2 in zip(run.state["x1"], run.state["x2"])], spec)
 
     def _program(self, kwargs: dict[str, Any]) -> list[list[Step]]:
         """The updates of each block. Looked up at each call, because users replace and wrap modules."""
-        pair, coupling, route = self.coupling.pair() if hasattr(self.coupling, "pair") else _ADD.pair(), self.coupling, self.route
+        coupling, route = self.coupling, self.route
+        pair = coupling.pair() if hasattr(coupling, "pair") else _ADD.pair()
+        returns = getattr(coupling, "returns", _ADD.returns)
         program, taken = [], set()
         for i, block in enumerate(self.blocks):
             steps = []
             for target, function, reads in pair:
                 if function is None:
-                    steps.append(Step(f"blocks.{i}, the step of {target}", target, reads, _IDENTITY, _ADD, {}))
+                    steps.append(Step(f"blocks.{i}, the step of {target}", target, reads, _IDENTITY, _ADD, {}, _ADD.returns))
                     continue
                 fn = getattr(block, function)
                 keywords = route.keywords(i, function, fn, kwargs) if kwargs else {}
                 taken.update(keywords)
-                steps.append(Step(f"blocks.{i}.{function}", target, reads, fn, coupling, keywords))
+                steps.append(Step(f"blocks.{i}.{function}", target, reads, fn, coupling, keywords, returns))
             program.append(steps)
         if kwargs and program:
             check_all_taken(kwargs, taken, type(self).__name__)
@@ -174,7 +176,7 @@ class Reversible(nn.Module):
 
     def _forward(self, new_run: Callable[..., Run], streams: dict[str, Any], kwargs: dict[str, Any]) -> Any:
         program = self._program(streams, kwargs)
-        run = new_run(self.memory, streams, kwargs, [step.target for step in program])
+        run = new_run(self.memory, streams, kwargs, program)
         for step in program:
             run.update(step)
         result, state = run.streams(), run.state
@@ -187,8 +189,8 @@ class Reversible(nn.Module):
     def inverse(self, streams: dict[str, Any], /, **kwargs: Any) -> dict[str, Any]:
         """The streams that gave these, without autograd. See `ReversibleSequence.inverse` on randomness."""
         program = self._program(streams, kwargs)
-        run = Run(streams, kwargs, len(program))
-        run.index = run.total
+        run = Run(streams, kwargs, program)
+        run.index = len(program)
         for step in reversed(program):
             run.undo(step)
         return run.streams()
@@ -208,7 +210,8 @@ class Reversible(nn.Module):
         for i, u in enumerate(updates):
             keywords = by_update(u.route, u.fn, len(u.reads), kwargs)
             taken.update(keywords.values())
-            program.append(Step(f"updates.{i}", u.target, u.reads, u.fn, u.coupling, keywords))
+            returns = getattr(u.coupling, "returns", _ADD.returns)
+            program.append(Step(f"updates.{i}", u.target, u.reads, u.fn, u.coupling, keywords, returns))
         if program:
             check_all_taken(kwargs, taken, type(self).__name__)
         return program
@@ -226,7 +229,7 @@ def _is_recorded(memory: Any) -> bool:
 
 
 def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
-    return forward(lambda memory, streams, keywords, targets: Run(streams, keywords, len(targets)), value, kwargs)
+    return forward(lambda memory, *call: Run(*call), value, kwargs)
 
 
 # [Note: torch.compile] Forward and recompute must call the same callable, compiled or not, or they save different tensors. A
@@ -235,9 +238,7 @@ def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> A
 # `torch.compiler.disable`, except that it does not import the compiler (seconds) before it is needed.
 @torch._disable_dynamo
 def _recorded(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
-    return forward(
-        lambda memory, streams, keywords, targets: Tape(streams, keywords, len(targets), memory.plan(targets)), value, kwargs
-    )
+    return forward(lambda memory, *call: Tape(*call, memory.plan([step.target for step in call[-1]])), value, kwargs)
 
 
 def _with_aux(result: Any, run: Run) -> Any:
@@ -246,9 +247,9 @@ def _with_aux(result: Any, run: Run) -> Any:
 
 def _guard(tape: Tape, state: dict[str, list[Tensor]], program: list[Step]) -> None:
     """Raise, first thing in backward, if a stream that was handed out has been edited in place since."""
-    last = {step.target: (step, index) for index, step in enumerate(program)}
+    last = {step.target: index for index, step in enumerate(program)}
     outputs = [(name, weakref.ref(leaf), leaf._version) for name in last for leaf in state[name]]
-    wheres = {name: tape.where(*last[name]) for name in last}
+    wheres = {name: tape.where(index) for name, index in last.items()}
 
     def check(_: Any) -> None:
         for name, ref, version in outputs:

@@ -17,8 +17,10 @@ dropping the output frees everything at once, without the garbage collector.
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,137 +29,174 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from retrograd.core.errors import CouplingError, InPlaceError, RecomputeError, RetrogradError, explain
 from retrograd.core.memory import Plan, is_spare
-from retrograd.core.program import Parts, Run, Step, call
-from retrograd.core.replay import Modes, World, replay
+from retrograd.core.program import Parts, Run, Step, call, couple
+from retrograd.core.replay import Buffers, Replay, Scene, changed_buffers
 from retrograd.core.streams import Leaves, describe, flatten, unflatten
 from retrograd.core.updates import TRUSTED
 
 Meta = tuple[torch.Size, torch.dtype]
+meta = operator.attrgetter("shape", "dtype")
 
 
 class Record:
     """What the tape remembers of one update: enough to run it again the same way, and to see whether it did."""
 
-    __slots__ = ("by_fn", "grads", "kept", "saved", "step", "world")
+    __slots__ = ("buffers", "by_fn", "grads", "kept", "random", "saved")
 
-    def __init__(self, step: Step, world: World, grads: dict[str, list[bool]]) -> None:
-        self.step = step
-        self.world = world
-        self.grads = grads  # [Note: why reads keep requires_grad]
-        self.saved: list[Meta] = []  # shape and dtype of each tensor that autograd saved
-        self.by_fn = 0  # how many of them the function saved; the coupling saved the rest
-        self.kept: Parts | None = None  # set where the function cannot run again: see World.settle
+    grads: list[bool]  # of the target's leaves and then of each read's: [Note: why reads keep requires_grad]
+    random: list[bytes] | None  # random states before it ran, if it drew
+    buffers: Buffers  # those it changed
+    saved: list[Meta]  # shape and dtype of each tensor that autograd saved
+    by_fn: int  # how many of them the function saved; the coupling saved the rest
+    kept: Parts | None  # its output, where it cannot run again: see [Note: constant buffers]
 
 
 class Frame:
-    """The hooks of one evaluation. In forward the graph holds it; as long as it lives, backward may still ask."""
+    """The hooks of one update in forward. The graph holds it; as long as it lives, backward may still ask."""
 
-    __slots__ = ("__weakref__", "index", "saved", "tape")
+    __slots__ = ("__weakref__", "index", "store", "tape", "versions")
 
-    def __init__(self, tape: Tape | None, index: int) -> None:
+    def __init__(self, tape: Tape, index: int) -> None:
         self.tape = tape
         self.index = index
-        self.saved: list[tuple[Tensor, int]] | None = []
+        self.store: list[Tensor | None] | None = []  # what autograd saved: while the function runs, and again in backward
+        self.versions: list[int] | None = None  # set in backward
 
     def pack(self, tensor: Tensor) -> int:
-        assert self.saved is not None
-        self.saved.append((tensor, tensor._version))
-        return len(self.saved) - 1
+        self.store.append(tensor)  # type: ignore[union-attr]
+        return len(self.store) - 1  # type: ignore[arg-type]
 
     def unpack(self, slot: int) -> Tensor:
-        if self.saved is not None:  # the function is still running: it calls autograd.grad itself
-            return self.saved[slot][0]
-        assert self.tape is not None
-        return self.tape.fetch(self.index, slot)
+        store = self.store
+        tensor = store[slot] if store is not None else None
+        if tensor is None:
+            store = self.tape.refill(self, slot)
+            tensor = store[slot]
+        assert tensor is not None and store is not None
+        if self.versions is None:  # the function is still running, and calls autograd.grad itself
+            return tensor
+        if tensor._version != self.versions[slot]:
+            raise self.tape.edited_after_save(self.index, tensor, self.versions[slot])
+        if not self.tape.asked_again:
+            store[slot] = None  # autograd asks once and is done with it: free it now, not at the end
+        return tensor
 
-    def close(self) -> list[tuple[Tensor, int]]:
-        """Let go of the tensors. They refer to the graph, and the graph to this frame."""
-        saved, self.saved = self.saved or [], None
-        return saved
+
+class Recount:
+    """The hooks of a recompute. Remembers the version of each tensor too, as autograd does for what it saves itself."""
+
+    __slots__ = ("store", "versions")
+
+    def __init__(self) -> None:
+        self.store: list[Tensor] | None = []
+        self.versions: list[int] = []
+
+    def pack(self, tensor: Tensor) -> int:
+        self.versions.append(tensor._version)
+        self.store.append(tensor)  # type: ignore[union-attr]
+        return len(self.versions) - 1
+
+    def unpack(self, slot: int) -> Tensor:
+        assert self.store is not None
+        return self.store[slot]
 
 
 class Tape(Run):
     """A `Run` that autograd can walk back."""
 
-    def __init__(self, streams: dict[str, Any], keywords: dict[str, Any], total: int, plan: Plan) -> None:
-        super().__init__(streams, keywords, total)
+    def __init__(self, streams: dict[str, Any], keywords: dict[str, Any], program: Sequence[Step], plan: Plan) -> None:
+        super().__init__(streams, keywords, program)
         self.plan = plan
         self.records: list[Record] = []
         self.frames: list[weakref.ref[Frame]] = []
-        self.frame: Frame | None = None  # of the update that runs
-        self.coupled: tuple[int, Parts] | None = None
-        self.tried: set[int] = set()  # couplings that were tried on this call's data
+        self.untried = {id(step.coupling) for step in program if not isinstance(step.coupling, TRUSTED)}
         self.sample: list[int] = []  # bytes saved by each update of plan.sample
         self.sealed = False  # from here on updates are kept: plain autograd
         leaves, self.keyword_spec = flatten(keywords)
-        self.modes = Modes((leaf for values in self.state.values() for leaf in values), leaves)
         # Tensors in keyword arguments are kept the way autograd keeps them; whatever else is there, by reference.
         self.keyword_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.keyword_slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.keyword_vault = Vault([leaves[i] for i in self.keyword_slots]) if self.keyword_slots else None
-        # --- the walk. `walked` is the state before update `at`; `store` is what update `at` saved.
+        tensors = (leaf for values in self.state.values() for leaf in values)
+        self.scene = Scene(tensors, leaves, ((step.fn, step.coupling) for step in program))
+        self.sample_at = plan.sample
+        # --- the walk. `walked` is the state before update `at`, whose frame has what it saved, if backward asked for it.
         self.lock = threading.RLock()
         self.anchor: tuple[int, Vault | dict[str, Leaves]] | None = None
         self.at: int | None = None
         self.walked: dict[str, Leaves] = {}
-        self.store: list[tuple[Tensor, int] | None] | None = None
         self.asked_again = False
         self.newest = -1  # no frame after this one is alive
 
     # --- forward
 
     def enter(self, state: dict[str, Leaves]) -> None:
-        for name, leaves in state.items():
-            for before, after in zip(self.state[name], leaves):
-                if after is before or (after.dtype == before.dtype and after.data_ptr() == before.data_ptr()):
-                    continue
-                raise RetrogradError(
-                    explain(
-                        f"before update {self.index} of {self.total},",
-                        f"a hook on the block replaced stream {name!r}: {describe(before)} became {describe(after)}.",
-                        "what happens to a stream outside its updates cannot be undone in backward.",
-                        "hook f and g instead; under FSDP2 use MixedPrecisionPolicy(cast_forward_inputs=False), or fully_shard f and g.",
-                    )
-                )
+        if state is not self.state:
+            for name, leaves in state.items():
+                for before, after in zip(self.state[name], leaves):
+                    if after is not before and (after.dtype != before.dtype or after.data_ptr() != before.data_ptr()):
+                        raise self.replaced_stream(name, before, after)
         super().enter(state)
 
+    def replaced_stream(self, name: str, before: Tensor, after: Tensor) -> RetrogradError:
+        return RetrogradError(
+            explain(
+                f"before update {self.index} of {len(self.program)},",
+                f"a hook on the block replaced stream {name!r}: {describe(before)} became {describe(after)}.",
+                "what happens to a stream outside its updates cannot be undone in backward.",
+                "hook f and g instead; under FSDP2 use MixedPrecisionPolicy(cast_forward_inputs=False), or fully_shard f and g.",
+            )
+        )
+
     def update(self, step: Step) -> None:
-        if not self.sealed and (self.index == self.plan.kept or (self.index == self.plan.spare and self.can_spare())):
+        index, state, plan = self.index, self.state, self.plan
+        if not self.sealed and index >= plan.spare and (index == plan.kept or (index == plan.spare and self.can_spare())):
             self.seal()
         if self.sealed:
             return super().update(step)
-        record = Record(
-            step,
-            World(self.modes, step.fn, step.coupling),
-            {name: [leaf.requires_grad for leaf in self.state[name]] for name in (*step.reads, step.target)},
-        )
-        frame = self.frame = Frame(self, self.index)
+        record, frame = Record(), Frame(self, index)
+        leaves = state[step.target] + [leaf for name in step.reads for leaf in state[name]]
+        record.grads = [leaf.requires_grad for leaf in leaves]
+        versions = [leaf._version for leaf in leaves]
+        seen = self.scene.buffers(index) if self.scene.owners[index] else ()
+        self.note_random(record)
         try:
             with saved_tensors_hooks(frame.pack, frame.unpack):
-                super().update(step)
-            assert self.coupled is not None
-            record.by_fn, parts = self.coupled
-            if not record.world.settle():
-                record.kept = [tuple(out.detach() for out in outs) for outs in parts]
+                reads = [unflatten(state[name], self.specs[name]) for name in step.reads]
+                parts, aux = self.parts(step, index, call(step, reads, self.keywords), state[step.target])
+                record.by_fn = len(frame.store)  # type: ignore[arg-type]
+                updated = couple(step, state[step.target], parts)
         finally:
-            saved, self.frame, self.coupled = frame.close(), None, None
-        record.saved = [(tensor.shape, tensor.dtype) for tensor, _ in saved]
-        if record.kept is not None:
-            frame.saved = [(tensor.detach(), version) for tensor, version in saved]
-        if frame.index in self.plan.sample:
+            saved: list[Tensor] = frame.store  # type: ignore[assignment]
+            frame.store = None  # they refer to the graph, and the graph to this frame
+        if versions != [leaf._version for leaf in leaves]:
+            raise self.edited_input(step, leaves, versions)
+        if self.untried and id(step.coupling) in self.untried:
+            self.untried.remove(id(step.coupling))
+            self.try_coupling(step, parts, updated)
+        record.saved = list(map(meta, saved))
+        record.buffers, replayable = changed_buffers(seen) if seen else ([], True)
+        record.kept = None
+        if not replayable:
+            record.kept = [tuple(out.detach() for out in outs) for outs in parts]
+            frame.store = [tensor.detach() for tensor in saved]
+        if index in self.sample_at:
             self.sample.append(activation_bytes(saved))
         self.records.append(record)
         self.frames.append(weakref.ref(frame))
+        state[step.target] = updated
+        self.aux += aux
+        self.index += 1
 
-    def couple(self, step: Step, parts: Parts) -> Leaves:
-        if self.frame is not None:
-            assert self.frame.saved is not None
-            self.coupled = len(self.frame.saved), parts
-        updated = super().couple(step, parts)
-        if not isinstance(step.coupling, TRUSTED) and id(step.coupling) not in self.tried:
-            self.tried.add(id(step.coupling))
-            self.try_coupling(step, parts, updated)
-        return updated
+    def note_random(self, record: Record | None) -> None:
+        """Take the random states, and forget those before the last update if it did not draw: they cost 5 kB on a CPU."""
+        now = self.scene.random_states()
+        if self.records:
+            last = self.records[-1]
+            if last.random == now:
+                last.random = None
+        if record is not None:
+            record.random = now
 
     @torch.no_grad()
     def try_coupling(self, step: Step, parts: Parts, updated: Leaves) -> None:
@@ -171,7 +210,7 @@ class Tape(Run):
                 name = type(step.coupling).__name__
                 raise CouplingError(
                     explain(
-                        self.where(step, self.index),
+                        self.where(self.index),
                         f"uses coupling {name}, whose inverse misses the target by {error / scale:.1e} of its size "
                         f"(limit {limit:.1e} for {str(x.dtype).removeprefix('torch.')}).",
                         f"{name}.inverse(y, out) must give back x, where y = {name}.forward(x, out).",
@@ -182,8 +221,8 @@ class Tape(Run):
     def can_spare(self) -> bool:
         """Whether the last block may be kept without raising the peak: see `memory.Reverse`."""
         needed, to_come = sum(self.sample) - max(self.sample, default=0), 0
-        for record in self.records:
-            to_come += sum(p.nbytes for p, _ in record.world.parameters if p.requires_grad and p.grad is None)
+        for parameters in self.scene.parameters:
+            to_come += sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
             if to_come >= needed:
                 break
         return is_spare(self.sample, to_come)
@@ -191,6 +230,7 @@ class Tape(Run):
     def seal(self) -> None:
         """The end of what is rebuilt: keep the state here, and let whatever follows be plain autograd."""
         self.sealed = True
+        self.note_random(None)
         if self.records:
             # Each leaf is detached by itself, so that two streams that are one tensor are seen to share it.
             self.anchor = len(self.records), Vault([leaf.detach() for leaves in self.state.values() for leaf in leaves])
@@ -204,46 +244,41 @@ class Tape(Run):
 
     # --- backward
 
-    def fetch(self, index: int, slot: int) -> Tensor:
-        """A tensor that update `index` saved. Called by autograd, possibly from several threads."""
+    def refill(self, frame: Frame, slot: int) -> list[Tensor | None]:
+        """Make an update's saved tensors again. Called by autograd, possibly from several threads."""
+        index = frame.index
         with self.lock:
-            if self.at != index or self.store is None or self.store[slot] is None:
-                self.walk_to(index)
-            assert self.store is not None
-            entry = self.store[slot]
-            assert entry is not None
-            if not self.asked_again:
-                self.store[slot] = None  # autograd asks once and is done with it: free it now, not at the end
-        tensor, version = entry
-        if tensor._version != version:
-            raise InPlaceError(
-                explain(
-                    self.where(self.records[index].step, index),
-                    f"edits {describe(tensor)} in place after autograd saved it (version {version}, now {tensor._version}).",
-                    "its backward would be computed from the edited value.",
-                    "use the out-of-place operation, as plain autograd would also demand.",
-                )
-            )
-        return tensor
+            if frame.store is not None and frame.store[slot] is not None:
+                return frame.store  # another thread was faster
+            # `ctx.saved_tensors` read twice: run the update once more, and this time free nothing before it is over.
+            self.asked_again = self.at == index and frame.store is not None
+            if self.at is None or self.at < index:
+                self.begin_again(index)
+            assert self.at is not None
+            if self.at == index:
+                self.recompute(index, undo=False)
+            while self.at > index:
+                self.step_back()
+            assert frame.store is not None
+            return frame.store
 
-    def walk_to(self, index: int) -> None:
-        """Make `walked` the state before update `index`, and `store` what it saved."""
-        again = self.at == index and self.store is not None  # `ctx.saved_tensors` read twice: stop freeing one by one
-        if self.at is None or self.at < index:
-            self.begin_again(index)
-        assert self.at is not None
-        while self.at > index:
-            self.step_back()
-        if self.store is None or again:
-            self.store = self.recompute(index, undo=False)
-        self.asked_again = again
+    def edited_after_save(self, index: int, tensor: Tensor, version: int) -> InPlaceError:
+        return InPlaceError(
+            explain(
+                self.where(index),
+                f"edits {describe(tensor)} in place after autograd saved it (version {version}, now {tensor._version}).",
+                "its backward would be computed from the edited value.",
+                "use the out-of-place operation, as plain autograd would also demand.",
+            )
+        )
 
     def begin_again(self, index: int) -> None:
-        self.store, self.at = None, None
+        self.leave()
+        self.at = None
         if self.anchor is None or self.anchor[0] < index:
             raise RetrogradError(
                 explain(
-                    self.where(self.records[index].step, index),
+                    self.where(index),
                     "is asked for after backward has already passed it.",
                     "an earlier backward freed the streams it was rebuilt from, or was interrupted.",
                     "call the first backward with retain_graph=True, or run forward again.",
@@ -258,7 +293,7 @@ class Tape(Run):
     def step_back(self) -> None:
         """From the state after an update to the state before it."""
         assert self.at is not None
-        self.store = None  # what was not asked for in the update that is now behind us
+        self.leave()
         # [Note: the anchor] The state before update p serves every update up to p. If a frame from p on is alive, backward may
         # come back to it (retain_graph), so a state up there must be kept. If all are gone, backward has passed them for
         # good, and the walk may overwrite the only state there is.
@@ -268,80 +303,85 @@ class Tape(Run):
             self.anchor = None
         elif self.anchor is None:
             self.anchor = self.at, dict(self.walked)
-        self.store = self.recompute(self.at - 1, undo=True)
+        self.recompute(self.at - 1, undo=True)
 
-    def recompute(self, index: int, undo: bool) -> list[tuple[Tensor, int] | None]:
-        """Run update `index` again and collect what autograd saves. With `undo`, also take it out of its target."""
-        record = self.records[index]
-        step, target = record.step, record.step.target
-        where = self.where(step, index)
-        frame = Frame(None, index)
+    def leave(self) -> None:
+        """Drop what update `at` saved and nobody asked for."""
+        frame = self.frames[self.at]() if self.at is not None and self.at < len(self.frames) else None
+        if frame is not None and self.records[frame.index].kept is None:
+            frame.store = None
+
+    def recompute(self, index: int, undo: bool) -> None:
+        """Run update `index` again and give its frame what autograd saves. With `undo`, also take it out of its target."""
+        record, step = self.records[index], self.program[index]
+        target, needs_grad = step.target, iter(record.grads)
+        target_grads = [next(needs_grad) for _ in self.walked[target]]
+        recount = Recount()
         try:
-            with replay(record.world, where), saved_tensors_hooks(frame.pack, frame.unpack):
-                if record.kept is None:
-                    reads = [self.unflatten(name, self.leaf_views(record, name)) for name in step.reads]
-                    output = call(step, reads, self.open_keywords())
-                    self.compare(record, where, frame, record.by_fn)
+            with (
+                Replay(self.scene, index, record.random, record.buffers, self.where),
+                saved_tensors_hooks(recount.pack, recount.unpack),
+            ):
+                parts = record.kept
+                if parts is None:
+                    reads = [unflatten(leaf_views(self.walked[r], needs_grad), self.specs[r]) for r in step.reads]
+                    output = call(step, reads, self.open_keywords() if step.keywords else {})
+                    self.compare(record.saved[: record.by_fn], index, recount)
                     parts, _ = self.parts(step, index, output, self.walked[target])
                     del output, reads
-                else:
-                    parts = record.kept
                 if undo:
                     self.at = None  # an interrupt from here on leaves no half-undone state to go on from
+                    torch.set_grad_enabled(False)
                     self.walked[target] = undone(step, self.walked[target], parts)
+                    torch.set_grad_enabled(True)
                     self.at = index
                 if len(record.saved) > record.by_fn and record.kept is None:
-                    for x, out in zip(self.leaf_views(record, target), parts):
-                        step.coupling.forward(x, *out)
-                    self.compare(record, where, frame, len(record.saved))
+                    couple(step, leaf_views(self.walked[target], iter(target_grads)), parts)
+                    self.compare(record.saved, index, recount)
         finally:
-            saved = frame.close()
-        return list(saved)
-
-    def leaf_views(self, record: Record, name: str) -> Leaves:
-        """A rebuilt stream, as the function gets it.
-
-        [Note: why reads keep requires_grad] Autograd saves only what some gradient needs. With another `requires_grad` than in
-        forward it would save other tensors, and their numbers would no longer match those in the graph.
-
-        [Note: why a view] Tools that hook a module's inputs (FlopCounterMode, FSDP) treat leaves differently from other
-        tensors. In forward the inputs were not leaves, so here they are views of one.
-        """
-        views = []
-        for tensor, needs_grad in zip(self.walked[name], record.grads[name]):
-            leaf = tensor.detach()
-            views.append(leaf.requires_grad_().view_as(leaf) if needs_grad else leaf)
-        return views
-
-    def unflatten(self, name: str, leaves: Leaves) -> Any:
-        return unflatten(leaves, self.specs[name])
+            saved, recount.store = recount.store, None  # they refer to the recomputed graph, and that to `recount`
+        frame = self.frames[index]()
+        if frame is not None and record.kept is None:
+            frame.store, frame.versions = saved, recount.versions  # type: ignore[assignment]
 
     def open_keywords(self) -> dict[str, Any]:
         """The keyword arguments, in fresh containers: a list that the function appends to grows once, in forward."""
-        if not self.keyword_leaves:
-            return {}
         leaves = list(self.keyword_leaves)
         if self.keyword_vault is not None:
             for slot, tensor in zip(self.keyword_slots, self.keyword_vault.open("a tensor in a keyword argument")):
                 leaves[slot] = tensor
         return unflatten(leaves, self.keyword_spec)
 
-    def compare(self, record: Record, where: str, frame: Frame, count: int) -> None:
-        """Raise unless the first `count` tensors that forward saved were saved again, and no others."""
-        assert frame.saved is not None
-        now = [(tensor.shape, tensor.dtype) for tensor, _ in frame.saved]
-        then = record.saved[:count]
+    def compare(self, then: list[Meta], index: int, recount: Recount) -> None:
+        """Raise unless what forward saved was saved again, and nothing else."""
+        now = list(map(meta, recount.store or []))
         if now == then:
             return
         pairs = zip([*then, *[None] * len(now)], [*now, *[None] * len(then)])
         first = next((a, b) for a, b in pairs if a != b)
         a, b = (f"{str(m[1]).removeprefix('torch.')}{list(m[0])}" if m else "nothing" for m in first)
         raise RecomputeError(
-            f"{where} saved {len(then)} tensors in forward and {len(now)} in recompute.\n"
+            f"{self.where(index)} saved {len(then)} tensors in forward and {len(now)} in recompute.\n"
             f"  First difference: forward saved {a}, recompute {b}.\n"
             "  Usual causes: a cache that grows on each call, routing that depends on rounding, state outside the module.\n"
             "  Fix: rg.is_recomputing() lets the function leave such state alone; memory=rg.Keep() does not recompute."
         )
+
+
+def leaf_views(leaves: Leaves, needs_grad: Iterator[bool]) -> Leaves:
+    """A rebuilt stream, as a function gets it.
+
+    [Note: why reads keep requires_grad] Autograd saves only what some gradient needs. With another `requires_grad` than in
+    forward it would save other tensors, and their numbers would no longer match those in the graph.
+
+    [Note: why a view] Tools that hook a module's inputs (FlopCounterMode, FSDP) treat leaves differently from other tensors.
+    In forward the inputs were not leaves, so here they are views of one.
+    """
+    views = []
+    for tensor in leaves:
+        leaf = tensor.detach()
+        views.append(leaf.requires_grad_().view_as(leaf) if next(needs_grad) else leaf)
+    return views
 
 
 class Vault:
@@ -386,9 +426,10 @@ def edited_in_place(what: str, where: str = "backward") -> InPlaceError:
 
 
 def undone(step: Step, leaves: Leaves, parts: Parts) -> Leaves:
-    with torch.no_grad():
-        in_place = getattr(step.coupling, "inverse_", step.coupling.inverse)
-        return [(in_place if is_unshared(y) else step.coupling.inverse)(y, *out) for y, out in zip(leaves, parts)]
+    """The target before the update. Overwrites it where no one else can see it."""
+    inverse = step.coupling.inverse
+    in_place = getattr(step.coupling, "inverse_", inverse)
+    return [(in_place if is_unshared(y) else inverse)(y, *out) for y, out in zip(leaves, parts)]
 
 
 def is_unshared(tensor: Tensor) -> bool:
@@ -400,7 +441,7 @@ def is_unshared(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2
 
 
-def activation_bytes(saved: list[tuple[Tensor, int]]) -> int:
+def activation_bytes(saved: list[Tensor]) -> int:
     """Bytes of distinct memory among saved tensors, parameters aside."""
-    distinct = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t, _ in saved if not isinstance(t, torch.nn.Parameter)}
-    return sum(distinct.values())
+    storages = [tensor.untyped_storage() for tensor in saved if not isinstance(tensor, torch.nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
