@@ -80,6 +80,10 @@ class PairRoute:
                 if not isinstance(functions, str) or set(functions) - set("fg"):
                     raise ValueError(f'route[{name!r}] is {functions!r}; write "f", "g", "fg" or "".')
 
+    def mentioned(self) -> set[str]:
+        """Arguments that the route sends somewhere, or nowhere, on purpose."""
+        return {name for row in self.rows or () for name in row}
+
     def keywords(self, block: int, function: str, fn: Callable[..., Any], given: Iterable[str]) -> dict[str, str]:
         if self.rows is None:
             return by_signature(fn, 1, given)

@@ -120,7 +120,7 @@ class ReversibleSequence(nn.Module):
                 steps.append(Step(f"blocks.{i}.{function}", target, reads, fn, coupling, keywords, returns))
             program.append(steps)
         if kwargs and program:
-            check_all_taken(kwargs, taken, type(self).__name__)
+            check_all_taken(kwargs, taken | route.mentioned(), type(self).__name__)
         return program
 
 

@@ -51,10 +51,11 @@ def is_recomputing() -> bool:
 
 
 # [Note: constant buffers] To replay a buffer, its value before the function ran is needed, but whether the function changes it
-# shows only afterwards (by its version counter). So a buffer is copied the first time it is seen, and never again once it
-# was seen unchanged: masks and rotary tables cost one copy in the life of a module, not one for each call. Should a buffer
-# that was constant change after all, `changed_buffers` says that the value is lost, and the tape keeps that one update.
-# Remembered per module, name and training flag, because BatchNorm is constant in eval and not in train.
+# shows only afterwards. So every buffer is copied and compared; by value, because BatchNorm changes its statistics without
+# moving their version counters. But a large one that was seen unchanged is not copied again: masks and rotary tables cost one
+# copy in the life of a module, not one for each call. Should its version show that it changed after all, `changed_buffers`
+# says that the value is lost, and the tape keeps that one update. Remembered per module, name and training flag.
+LARGE = 1 << 16  # bytes; beyond any channel statistics, below any table that hurts
 _constant: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = weakref.WeakKeyDictionary()
 
 Buffers = list[tuple[nn.Module, str, Tensor]]  # whose, under which name, and the value that the function saw
@@ -119,12 +120,12 @@ def changed_buffers(seen: list[tuple[nn.Module, str, Tensor, int, Tensor | None]
     changed: Buffers = []
     complete = True
     for module, name, buffer, version, copy in seen:
-        edited = buffer._version != version
+        edited = buffer._version != version or (copy is not None and not torch.equal(copy, buffer))
         if edited or module._buffers.get(name) is not buffer:
             complete = complete and not (edited and copy is None)
             _constant.get(module, set()).discard((name, module.training))
             changed.append((module, name, copy if edited and copy is not None else buffer))
-        elif copy is not None:
+        elif copy is not None and copy.nbytes > LARGE:
             _constant.setdefault(module, set()).add((name, module.training))
     return changed, complete
 

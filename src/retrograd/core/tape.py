@@ -125,6 +125,7 @@ class Tape(Run):
         self.anchor: tuple[int, Vault | dict[str, Leaves]] | None = None
         self.at: int | None = None
         self.walked: dict[str, Leaves] = {}
+        self.opened: list[Any] | None = None  # the leaves of the keyword arguments
         self.asked_again = False
         self.newest = -1  # no frame after this one is alive
 
@@ -232,8 +233,7 @@ class Tape(Run):
         self.sealed = True
         self.note_random(None)
         if self.records:
-            # Each leaf is detached by itself, so that two streams that are one tensor are seen to share it.
-            self.anchor = len(self.records), Vault([leaf.detach() for leaves in self.state.values() for leaf in leaves])
+            self.anchor = len(self.records), Vault([leaf for leaves in aliases(self.state).values() for leaf in leaves])
         self.newest = len(self.records) - 1
 
     def finish(self) -> None:
@@ -288,7 +288,7 @@ class Tape(Run):
         if isinstance(kept, Vault):
             leaves = iter(kept.open("a stream that was returned"))
             kept = {name: [next(leaves) for _ in range(count)] for name, count in self.layout.items()}
-        self.walked, self.at = dict(kept), at
+        self.walked, self.at, self.opened = aliases(kept), at, None
 
     def step_back(self) -> None:
         """From the state after an update to the state before it."""
@@ -302,7 +302,7 @@ class Tape(Run):
         if self.newest < self.at:
             self.anchor = None
         elif self.anchor is None:
-            self.anchor = self.at, dict(self.walked)
+            self.anchor = self.at, aliases(self.walked)
         self.recompute(self.at - 1, undo=True)
 
     def leave(self) -> None:
@@ -346,11 +346,12 @@ class Tape(Run):
 
     def open_keywords(self) -> dict[str, Any]:
         """The keyword arguments, in fresh containers: a list that the function appends to grows once, in forward."""
-        leaves = list(self.keyword_leaves)
-        if self.keyword_vault is not None:
-            for slot, tensor in zip(self.keyword_slots, self.keyword_vault.open("a tensor in a keyword argument")):
-                leaves[slot] = tensor
-        return unflatten(leaves, self.keyword_spec)
+        if self.opened is None:  # once a walk: hooks around us may allow no more
+            self.opened = list(self.keyword_leaves)
+            if self.keyword_vault is not None:
+                for slot, tensor in zip(self.keyword_slots, self.keyword_vault.open("a tensor in a keyword argument")):
+                    self.opened[slot] = tensor
+        return unflatten(self.opened, self.keyword_spec)
 
     def compare(self, then: list[Meta], index: int, recount: Recount) -> None:
         """Raise unless what forward saved was saved again, and nothing else."""
@@ -423,6 +424,11 @@ def edited_in_place(what: str, where: str = "backward") -> InPlaceError:
             "edit a copy: y = y + 1 instead of y += 1, or y.clone() first.",
         )
     )
+
+
+def aliases(state: dict[str, Leaves]) -> dict[str, Leaves]:
+    """The same memory in tensors of their own, outside the graph: `is_unshared` counts tensors, not names for one."""
+    return {name: [leaf.detach() for leaf in leaves] for name, leaves in state.items()}
 
 
 def undone(step: Step, leaves: Leaves, parts: Parts) -> Leaves:
