@@ -102,7 +102,14 @@ class Model(nn.Module):
     """An embedding, a stack and a head; the same weights at every call."""
 
     def __init__(
-        self, memory: Any = rg.Keep(), shared: bool = False, frozen: bool = False, unused: bool = False, dropout: float = 0.0
+        self,
+        memory: Any = rg.Keep(),
+        *,
+        shared: bool = False,
+        frozen: bool = False,
+        unused: bool = False,
+        dropout: float = 0.0,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__()
         torch.manual_seed(17)
@@ -111,7 +118,7 @@ class Model(nn.Module):
         order = [0, 1, 2, 0, 1, 2] if shared else range(8)
         self.stack = rg.ReversibleSequence([(fns[i], fns[j]) for i, j in zip(order[::2], order[1::2])], memory=memory)
         self.head = nn.Linear(4, 3)
-        self.double()
+        self.to(dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.stack(self.embedding(tokens)))
@@ -126,7 +133,7 @@ def batch(step: int, rank: int | None = None) -> tuple[Tensor, Tensor]:
 
 def loss(model: nn.Module, step: int, rank: int | None = None) -> Tensor:
     tokens, targets = batch(step, rank)
-    return nn.functional.mse_loss(model(tokens), targets)
+    return nn.functional.mse_loss(model(tokens).double(), targets)
 
 
 def gradients(model: nn.Module) -> list[Tensor | None]:

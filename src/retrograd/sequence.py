@@ -53,7 +53,7 @@ class ReversibleSequence(nn.Module):
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([_pair(pair, i) for i, pair in enumerate(blocks)])
-        if isinstance(streams, type) or not (hasattr(streams, "split") and hasattr(streams, "join")):
+        if isinstance(streams, (type, str)) or not (hasattr(streams, "split") and hasattr(streams, "join")):
             raise TypeError(f"streams={streams!r}: pass rg.Duplicate(), rg.Split() or rg.AtRest().")
         self.streams = streams
         self.memory = _checked_memory(memory)
@@ -238,7 +238,17 @@ def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> A
 # `torch.compiler.disable`, except that it does not import the compiler (seconds) before it is needed.
 @torch._disable_dynamo
 def _recorded(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
-    return forward(lambda memory, *call: Tape(*call, memory.plan([step.target for step in call[-1]])), value, kwargs)
+    tapes: list[Tape] = []
+
+    def new_run(memory: Any, streams: dict[str, Any], keywords: dict[str, Any], program: list[Step]) -> Run:
+        tapes.append(Tape(streams, keywords, program, memory.plan([step.target for step in program])))
+        return tapes[0]
+
+    try:
+        return forward(new_run, value, kwargs)
+    finally:
+        for tape in tapes:
+            tape.let_go()
 
 
 def _with_aux(result: Any, run: Run) -> Any:

@@ -83,6 +83,9 @@ class Scene:
         self.training = [[m.training for m in modules] for modules in self.modules]
         self.parameters = [[p for m in ms if m._parameters for p in m._parameters.values() if p is not None] for ms in self.modules]
         self.versions = [[p._version for p in parameters] for parameters in self.parameters]
+        # Whether some parameter is stepped as soon as its gradient is there: [Note: an optimizer inside backward]. The attribute is
+        # private; a public `Tensor.has_post_accumulate_grad_hook()` would replace it.
+        self.steps_in_backward = [any(p._post_accumulate_grad_hooks for p in parameters) for parameters in self.parameters]
         self.owners = [[m for m in modules if m._buffers] for modules in self.modules]  # of buffers
 
     def autocast_now(self) -> list[tuple[torch.dtype, bool] | None]:

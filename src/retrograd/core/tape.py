@@ -17,6 +17,7 @@ dropping the output frees everything at once, without the garbage collector.
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 import weakref
@@ -185,6 +186,9 @@ class Tape(Run):
             self.sample.append(activation_bytes(saved))
         self.records.append(record)
         self.frames.append(weakref.ref(frame))
+        if self.scene.steps_in_backward[index]:
+            for node in {leaf.grad_fn for leaf in updated if leaf.grad_fn is not None}:
+                node.register_prehook(functools.partial(self.reach, index))
         state[step.target] = updated
         self.aux += aux
         self.index += 1
@@ -240,7 +244,10 @@ class Tape(Run):
         if not self.sealed:
             self.seal()
         self.layout = {name: len(leaves) for name, leaves in self.state.items()}
-        self.state, self.keywords = {}, {}  # the caller's now: the tape must not refer to the graph
+
+    def let_go(self) -> None:
+        """The streams are the caller's now. They refer to the graph, and the graph to this tape."""
+        self.state, self.keywords = {}, {}
 
     # --- backward
 
@@ -252,15 +259,25 @@ class Tape(Run):
                 return frame.store  # another thread was faster
             # `ctx.saved_tensors` read twice: run the update once more, and this time free nothing before it is over.
             self.asked_again = self.at == index and frame.store is not None
+            self.reach(index)
+            if frame.store is None or self.asked_again:  # the walk began at this very update, or was there already
+                self.recompute(index, undo=False)
+            assert frame.store is not None
+            return frame.store
+
+    def reach(self, index: int, _: object = None) -> None:
+        """Walk back until update `index` is undone.
+
+        [Note: an optimizer inside backward] Usually the walk waits until a saved tensor is asked for. But a function that ends in
+        `+ bias` has the bias's gradient before that, and a hook may already step the bias that the recompute needs. So for
+        functions with such hooks, this is called when backward arrives at their output.
+        """
+        with self.lock:
             if self.at is None or self.at < index:
                 self.begin_again(index)
             assert self.at is not None
-            if self.at == index:
-                self.recompute(index, undo=False)
             while self.at > index:
                 self.step_back()
-            assert frame.store is not None
-            return frame.store
 
     def edited_after_save(self, index: int, tensor: Tensor, version: int) -> InPlaceError:
         return InPlaceError(
