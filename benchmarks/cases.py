@@ -9,6 +9,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ class Plain(nn.Module):
         self.blocks = nn.ModuleList(nn.ModuleList(pair) for pair in blocks)
         self.remember = remember
 
-    def block(self, pair: nn.ModuleList, x: Tensor) -> Tensor:
+    def block(self, pair: Any, x: Tensor) -> Tensor:
         x1, x2 = x.chunk(2, -1)
         x1 = x1 + pair[0](x2)
         return torch.cat((x1, x2 + pair[1](x1)), -1)

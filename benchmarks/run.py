@@ -112,7 +112,11 @@ def measure(size: Size, rounds: int) -> list[dict[str, object]]:
 
 def table(rows: list[dict[str, object]], size: Size) -> str:
     shape = f"{size.blocks} blocks, width {size.width}, {size.batch} x {size.tokens} tokens"
-    lines = [f"{size.name}: {shape}", "| | activations, MiB | FLOPs | time | input gradient differs by |", "| --- | ---: | ---: | ---: | ---: |"]
+    lines = [
+        f"{size.name}: {shape}",
+        "| | activations, MiB | FLOPs | time | input gradient differs by |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
     for row in rows:
         mib = f"{row['activation_bytes'] / 2**20:.1f}"  # type: ignore[operator]
         ratios = f"{row['flops_ratio']:.3f} | {row['time_ratio']:.2f}"
@@ -124,7 +128,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", nargs="+", choices=sorted(SIZES), default=list(SIZES), help="which networks")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each contestant")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/step.jsonl"), help="where the rows go, as JSON lines")
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/step.jsonl"), help="where the rows go, as JSON lines"
+    )
     arguments = parser.parse_args()
     rows = []
     for name in arguments.size:

@@ -127,7 +127,10 @@ class Model(nn.Module):
 def batch(step: int, rank: int | None = None) -> tuple[Tensor, Tensor]:
     """Tokens and targets of a step: those of one rank, or of all ranks together."""
     generator = torch.Generator().manual_seed(step)
-    tokens, targets = torch.randint(11, (4, 5), generator=generator), torch.randn(4, 5, 3, generator=generator, dtype=torch.float64)
+    tokens, targets = (
+        torch.randint(11, (4, 5), generator=generator),
+        torch.randn(4, 5, 3, generator=generator, dtype=torch.float64),
+    )
     return (tokens, targets) if rank is None else (tokens.chunk(WORLD)[rank], targets.chunk(WORLD)[rank])
 
 

@@ -138,7 +138,9 @@ def test_a_function_that_changes_its_input(memory, needs_grad):
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("stream", ["a", "b"])
 def test_an_output_edited_before_backward(memory, depth, stream):
-    net = rg.Reversible([rg.Update("a", zoo.Mix(4), ("b",)), rg.Update("b", zoo.Mix(4), ("a",))] * depth, memory=zoo.MEMORY[memory])
+    net = rg.Reversible(
+        [rg.Update("a", zoo.Mix(4), ("b",)), rg.Update("b", zoo.Mix(4), ("a",))] * depth, memory=zoo.MEMORY[memory]
+    )
     inputs = {"a": torch.randn(2, 4), "b": torch.randn(2, 4)}
     out = net(inputs)
     out[stream].add_(1)
@@ -214,7 +216,9 @@ def test_parameters_changed_before_backward():
     y = stack(x)
     with torch.no_grad():
         stack.blocks[1].f.down.bias.add_(1)  # plain autograd never saves a bias; reversal needs it
-    with pytest.raises(rg.InPlaceError, match=r"(?s)update 2 of 6 \(blocks.1.f\) needs parameter 'down.bias'.*before optimizer.step"):
+    with pytest.raises(
+        rg.InPlaceError, match=r"(?s)update 2 of 6 \(blocks.1.f\) needs parameter 'down.bias'.*before optimizer.step"
+    ):
         zoo.loss(y).backward()
     zoo.loss(stack(x)).backward()
 
@@ -239,7 +243,9 @@ def test_a_coupling_that_does_not_undo_itself_is_named():
             return y - out * (1 + 1e-3)
 
     stack = stack_of(nn.Linear(4, 4), coupling=Sloppy())
-    with pytest.raises(rg.CouplingError, match=r"(?s)update 0 of 6 \(blocks.0.f\) uses coupling Sloppy.*limit 3.5e-04 for float32"):
+    with pytest.raises(
+        rg.CouplingError, match=r"(?s)update 0 of 6 \(blocks.0.f\) uses coupling Sloppy.*limit 3.5e-04 for float32"
+    ):
         stack(torch.randn(2, 4))
 
 

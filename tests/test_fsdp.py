@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import retrograd as rg
 from tests import processes, zoo
-from tests.processes import REVERSED, WORLD, Model
+from tests.processes import WORLD, Model
 
 pytestmark = pytest.mark.distributed
 
@@ -137,8 +137,13 @@ for name, memory in zoo.MEMORY.items():
     for place in PLACES:
         CASES |= {f"{place}-{when}-{name}": functools.partial(train, place, flag, memory, {}) for when, flag in RESHARD.items()}
     CASES |= {f"{model}-{name}": functools.partial(train, "f-and-g-and-root", True, memory, o) for model, o in MODELS.items()}
-    CASES |= {f"{case.__name__}-{name}": functools.partial(case, memory) for case in (accumulate, drop, two_forwards, cast_streams)}
-    CASES |= {f"mixed-{place}-{name}": functools.partial(mixed, place, memory) for place in ("f-and-g", "f-and-g-and-root", "blocks-and-root")}
+    CASES |= {
+        f"{case.__name__}-{name}": functools.partial(case, memory) for case in (accumulate, drop, two_forwards, cast_streams)
+    }
+    CASES |= {
+        f"mixed-{place}-{name}": functools.partial(mixed, place, memory)
+        for place in ("f-and-g", "f-and-g-and-root", "blocks-and-root")
+    }
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,9 @@ def test_hooks_on_a_block_run_once_in_forward():
 
 def test_a_hook_on_a_block_that_replaces_a_stream_is_refused():
     stack, x = zoo.Case("additive", "mean", "tensor", "reverse").build()
-    stack.blocks[1].register_forward_hook(lambda m, a, state: {name: [leaf * 2 for leaf in leaves] for name, leaves in state.items()})
+    stack.blocks[1].register_forward_hook(
+        lambda m, a, state: {name: [leaf * 2 for leaf in leaves] for name, leaves in state.items()}
+    )
     with pytest.raises(rg.RetrogradError, match=r"(?s)a hook on the block replaced stream 'x1'.*Fix: hook f and g instead"):
         stack(x)
 
@@ -89,7 +91,9 @@ class Bias(nn.Module):
 @pytest.mark.parametrize("memory", zoo.MEMORY)
 def test_an_optimizer_that_steps_inside_backward(memory):
     """The step of a parameter comes before or after the recompute of its function; never is the result another."""
-    stacks = [rg.ReversibleSequence([(Bias(), Bias()) for _ in range(3)], memory=m).double() for m in (rg.Keep(), zoo.MEMORY[memory])]
+    stacks = [
+        rg.ReversibleSequence([(Bias(), Bias()) for _ in range(3)], memory=m).double() for m in (rg.Keep(), zoo.MEMORY[memory])
+    ]
     stacks[1].load_state_dict(stacks[0].state_dict())
     x = torch.randn(2, 4, dtype=torch.float64)
     for stack in stacks:

@@ -84,7 +84,9 @@ class Case:
     def __str__(self) -> str:
         return f"{self.coupling}-{self.streams}-{self.value}-{self.memory}"
 
-    def build(self, depth: int = 3, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> tuple[rg.ReversibleSequence, Any]:
+    def build(
+        self, depth: int = 3, dropout: float = 0.0, dtype: torch.dtype = torch.float64
+    ) -> tuple[rg.ReversibleSequence, Any]:
         """A stack and an input that requires grad, the same at every call."""
         torch.manual_seed(17)
         coupling, outputs = COUPLINGS[self.coupling]
@@ -117,7 +119,9 @@ def couple(coupling: Any, x: Any, out: Any) -> Any:
         return pytree.tree_map(lambda x, o: coupling.gamma * x + (1 - coupling.gamma) * o, x, out)
     if isinstance(coupling, rg.Affine):
         scale, shift = out
-        return pytree.tree_map(lambda x, s, t: x * torch.exp(coupling.limit * torch.tanh(s / coupling.limit)) + t, x, scale, shift)
+        return pytree.tree_map(
+            lambda x, s, t: x * torch.exp(coupling.limit * torch.tanh(s / coupling.limit)) + t, x, scale, shift
+        )
     return pytree.tree_map(lambda x, o: 0.8 * x + o * 1.5, x, out)
 
 

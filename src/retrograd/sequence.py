@@ -202,9 +202,9 @@ class Reversible(nn.Module):
         wanted = {name for update in updates for name in (update.target, *update.reads)}
         missing, unknown = sorted(wanted - set(streams)), sorted(set(streams) - wanted) if updates else []
         if missing or unknown:
+            faults = " and ".join(f"{what} {names}" for what, names in (("missing", missing), ("unknown", unknown)) if names)
             raise ValueError(
-                f"the streams do not fit the program: {f'missing {missing}' if missing else ''}{' and ' if missing and unknown else ''}"
-                f"{f'unknown {unknown}' if unknown else ''}. Its updates use {sorted(wanted)}, and the call gave {sorted(streams)}."
+                f"the streams do not fit the program: {faults}. Its updates use {sorted(wanted)}, and the call gave {sorted(streams)}."
             )
         program, taken = [], set()
         for i, u in enumerate(updates):

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from retrograd.core.errors import InPlaceError, explain
 
+
 class _Local(threading.local):
     depth = 0  # recomputes under way in this thread, one inside the other
 
@@ -81,10 +82,12 @@ class Scene:
         # One list for each update. Taken in one go: a tight loop here costs a tenth of the same work between the updates.
         self.modules = [modules_of(*fns) for fns in functions]
         self.training = [[m.training for m in modules] for modules in self.modules]
-        self.parameters = [[p for m in ms if m._parameters for p in m._parameters.values() if p is not None] for ms in self.modules]
+        self.parameters = [
+            [p for m in ms if m._parameters for p in m._parameters.values() if p is not None] for ms in self.modules
+        ]
         self.versions = [[p._version for p in parameters] for parameters in self.parameters]
-        # Whether some parameter is stepped as soon as its gradient is there: [Note: an optimizer inside backward]. The attribute is
-        # private; a public `Tensor.has_post_accumulate_grad_hook()` would replace it.
+        # Whether a parameter may be stepped as soon as its gradient is there: [Note: an optimizer inside backward]. The
+        # attribute is private; a public `Tensor.has_post_accumulate_grad_hook()` would replace it.
         self.steps_in_backward = [any(p._post_accumulate_grad_hooks for p in parameters) for parameters in self.parameters]
         self.owners = [[m for m in modules if m._buffers] for modules in self.modules]  # of buffers
 
@@ -141,7 +144,9 @@ class Replay:
 
     __slots__ = ("gradients", "undo")
 
-    def __init__(self, scene: Scene, index: int, random: list[bytes] | None, buffers: Buffers, where: Callable[[int], str]) -> None:
+    def __init__(
+        self, scene: Scene, index: int, random: list[bytes] | None, buffers: Buffers, where: Callable[[int], str]
+    ) -> None:
         modules, training, parameters = scene.modules[index], scene.training[index], scene.parameters[index]
         if [parameter._version for parameter in parameters] != scene.versions[index]:
             check_parameters(modules, parameters, scene.versions[index], where(index))

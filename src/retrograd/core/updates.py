@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -42,7 +42,7 @@ class Coupling:
 
     returns: tuple[str, ...] = ("out",)
 
-    if False:  # the signatures differ in the number of `out` arguments, which a type cannot say
+    if TYPE_CHECKING:  # the signatures differ in the number of `out` arguments, which a type cannot say
         forward: Callable[..., Tensor]
         inverse: Callable[..., Tensor]
 

@@ -1,0 +1,44 @@
+# Every target sets itself up: a fresh clone and Python 3.10 or newer are enough.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PEERS  := $(VENV)/peers
+
+.PHONY: help test lint types tests fuzz bench clean
+.DEFAULT_GOAL := help
+
+help:  ## what can be made
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+test: lint types tests  ## lint, types and all tests: what CI runs
+
+lint: $(VENV)/ready  ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/ready  ## pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+tests: $(VENV)/ready  ## pytest, on two cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+fuzz: $(VENV)/ready  ## 10,000 random programs against plain autograd (a few minutes)
+	OMP_NUM_THREADS=1 RETROGRAD_FUZZ=5000 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py
+
+bench: $(PEERS)  ## time and memory of a step: plain, checkpoint, peers and retrograd, interleaved in one process
+	$(BIN)/python -W ignore -m benchmarks.run
+
+clean:  ## remove the environment and everything generated
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "retrograd needs Python 3.10 or newer; run: make PYTHON=python3.12 test")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+# Peers are measured, never imported by the library. Without their dependencies: some ask for torchvision, which none of the code
+# used here needs.
+$(PEERS): $(VENV)/ready benchmarks/peers.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt
+	touch $@

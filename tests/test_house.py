@@ -1,0 +1,78 @@
+"""The house: what is public, which way imports run, how small the core is."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import retrograd as rg
+
+SOURCE = Path(rg.__file__).parent
+CORE = sorted((SOURCE / "core").glob("*.py"))
+
+PUBLIC = [
+    *("ReversibleSequence", "Duplicate", "Split", "AtRest"),
+    *("Reversible", "Update", "WithAux"),
+    *("Coupling", "Additive", "Affine", "Momentum"),
+    *("Reverse", "Keep"),
+    "is_recomputing",
+    *("RetrogradError", "OutputError", "InPlaceError", "RecomputeError", "CouplingError"),
+]
+
+
+def test_the_public_names_are_frozen():
+    """Adding or removing one is a decision: docs and changelog change in the same commit."""
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    exported = [alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert exported == PUBLIC
+    assert all(getattr(rg, name).__doc__ for name in PUBLIC)
+
+
+def test_errors_are_children_of_one():
+    errors = [getattr(rg, name) for name in PUBLIC if name.endswith("Error")]
+    assert all(issubclass(error, rg.RetrogradError) for error in errors)
+    assert issubclass(rg.RetrogradError, RuntimeError)
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def test_the_core_imports_torch_and_itself_only():
+    allowed = set(sys.stdlib_module_names) | {"torch"}
+    for path in CORE:
+        for name in imported(path):
+            assert name.split(".")[0] in allowed or name.startswith("retrograd.core"), (path.name, name)
+
+
+def code_lines(path):
+    """Lines that hold code: not blank, not comments, not docstrings."""
+    tree = ast.parse(path.read_text())
+    prose = set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+            if isinstance(body[0].value.value, str):
+                prose.update(range(body[0].lineno, body[0].end_lineno + 1))
+    lines = path.read_text().splitlines()
+    return sum(bool(line.strip()) and not line.strip().startswith("#") and i not in prose for i, line in enumerate(lines, 1))
+
+
+def test_the_core_can_be_read_in_one_sitting():
+    assert sum(map(code_lines, CORE)) < 700
+
+
+def test_nothing_is_named_for_nothing_in_particular():
+    assert not {path.stem for path in SOURCE.rglob("*.py")} & {"utils", "util", "helpers", "common", "misc"}
+
+
+def test_importing_loads_nothing_but_torch():
+    """In a process of its own: which top-level packages does `import retrograd` add to those of `import torch`?"""
+    code = "import sys, torch; before = set(sys.modules); import retrograd; print(*(set(sys.modules) - before))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {name.split(".")[0] for name in found} <= {"retrograd", "torch"} | set(sys.stdlib_module_names)
+    assert "torch._dynamo" not in found  # seconds
