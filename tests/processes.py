@@ -27,13 +27,14 @@ LIMIT = 300.0  # seconds for a whole file: only a hang takes that long
 REVERSED = {name: memory for name, memory in zoo.MEMORY.items() if name != "keep"}
 
 Case = Callable[[int], Any]  # from the rank to whatever torch.save can store
+Gradients = list[Tensor | None]  # of all parameters of a model
 
 
 # --- the processes
 
 
 class Results:
-    """What each case returned, rank by rank."""
+    """What each case returned, rank by rank. Fails the test that asks for a case that raised, with the traceback."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,15 +43,14 @@ class Results:
     def __getitem__(self, case: str) -> list[Any]:
         if case not in self.loaded:
             self.loaded[case] = [torch.load(self.folder / f"{case}-{rank}.pt", weights_only=False) for rank in range(WORLD)]
-        stored = self.loaded[case]
-        errors = [f"--- rank {rank}\n{error}" for rank, (_, error) in enumerate(stored) if error]
+        errors = [f"--- rank {rank}\n{error}" for rank, (_, error) in enumerate(self.loaded[case]) if error]
         if errors:
             pytest.fail(f"case {case!r} raised in its process:\n" + "\n".join(errors), pytrace=False)
-        return [value for value, _ in stored]
+        return [value for value, _ in self.loaded[case]]
 
 
 def run(cases: Mapping[str, Case], folder: Path, ignore: Iterable[str] = ()) -> Results:
-    """Run every case in `WORLD` processes that form a gloo group. A process that dies raises here, with its traceback.
+    """Run every case in `WORLD` processes that form a gloo group. A process that dies raises here, and none is left behind.
 
     Warnings are errors there too, except those that match `ignore`.
     """
@@ -87,7 +87,7 @@ def _worker(rank: int, cases: dict[str, Case], folder: Path, ignore: list[str]) 
         torch.save((value, error), folder / f"{name}-{rank}.pt")
 
 
-# --- the model
+# --- the model. Without a rank, on the batch of all ranks together: the oracle
 
 
 class Unused(zoo.Mix):
@@ -98,25 +98,37 @@ class Unused(zoo.Mix):
         self.spare = nn.Parameter(torch.ones(width))
 
 
+class Shift(nn.Module):
+    """It has a parameter, and yet autograd saves nothing for it: backward never asks for its recompute while it is there."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll(1, -1) + self.bias
+
+
 class Model(nn.Module):
-    """An embedding, a stack and a head; the same weights at every call."""
+    """An embedding, a stack and a head; the same weights at every call. The second block may be of another kind."""
 
     def __init__(
         self,
         memory: Any = rg.Keep(),
         *,
+        second: Callable[[int, float], nn.Module] = zoo.Mix,
         shared: bool = False,
         frozen: bool = False,
-        unused: bool = False,
         dropout: float = 0.0,
         dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__()
         torch.manual_seed(17)
         self.embedding = nn.Embedding(11, 4).requires_grad_(not frozen)
-        fns = [(Unused if unused and i == 2 else zoo.Mix)(4, dropout) for i in range(3 if shared else 8)]
-        order = [0, 1, 2, 0, 1, 2] if shared else range(8)
-        self.stack = rg.ReversibleSequence([(fns[i], fns[j]) for i, j in zip(order[::2], order[1::2])], memory=memory)
+        fns = [(second if i in (2, 3) else zoo.Mix)(4, dropout) for i in range(8)]
+        if shared:
+            fns = [fns[i] for i in (0, 1, 1, 0, 0, 2, 2, 1)]
+        self.stack = rg.ReversibleSequence(zip(fns[::2], fns[1::2]), memory=memory)
         self.head = nn.Linear(4, 3)
         self.to(dtype)
 
@@ -124,23 +136,38 @@ class Model(nn.Module):
         return self.head(self.stack(self.embedding(tokens)))
 
 
-def batch(step: int, rank: int | None = None) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of a step: those of one rank, or of all ranks together."""
-    generator = torch.Generator().manual_seed(step)
-    tokens, targets = (
-        torch.randint(11, (4, 5), generator=generator),
-        torch.randn(4, 5, 3, generator=generator, dtype=torch.float64),
-    )
-    return (tokens, targets) if rank is None else (tokens.chunk(WORLD)[rank], targets.chunk(WORLD)[rank])
-
-
 def loss(model: nn.Module, step: int, rank: int | None = None) -> Tensor:
-    tokens, targets = batch(step, rank)
+    """The mean over the batch of a step: over one rank's part of it, or over all."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(11, (2 * WORLD, 5), generator=generator)
+    targets = torch.randn(2 * WORLD, 5, 3, generator=generator, dtype=torch.float64)
+    if rank is not None:
+        tokens, targets = tokens.chunk(WORLD)[rank], targets.chunk(WORLD)[rank]
     return nn.functional.mse_loss(model(tokens).double(), targets)
 
 
-def gradients(model: nn.Module) -> list[Tensor | None]:
-    """The gradients of all parameters, whole, and then none: ready for the next step."""
-    grads = [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
+def gradients(model: nn.Module) -> Gradients:
+    """The gradients of all parameters, whole; the model has none afterwards, ready for the next step."""
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     return [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]
+
+
+def dropout_gradients(model: nn.Module, rank: int) -> Gradients:
+    """Each rank has a seed of its own."""
+    torch.manual_seed(100 + rank)
+    loss(model, 0, rank).backward()
+    return gradients(model)
+
+
+def zoo_gradients(case: zoo.Case, rank: int, wrap: Callable[[Any], Any] = lambda stack: stack) -> Gradients:
+    """Each rank has an input of its own, which needs no gradient."""
+    stack, x = case.build()
+    model = wrap(stack)
+    zoo.loss(model(zoo.pytree.tree_map(lambda leaf: leaf.detach() * (1 + rank), x))).backward()
+    return gradients(model)
+
+
+def mean(of_ranks: Iterable[Gradients]) -> Gradients:
+    """What every rank should have, given what each would have alone."""
+    return [None if grads[0] is None else sum(grads) / WORLD for grads in zip(*of_ranks)]

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import retrograd as rg
 from tests import processes, zoo
-from tests.processes import REVERSED, WORLD, Model
+from tests.processes import REVERSED, WORLD, Gradients, Model
 
 pytestmark = pytest.mark.distributed
 
@@ -22,20 +22,21 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the model, of
     "many-buckets": ({}, {"bucket_cap_mb": 1e-4}),
     "find-unused": ({}, {"find_unused_parameters": True}),
     "static-graph": ({}, {"static_graph": True}),
-    "unused-parameter": ({"unused": True}, {"find_unused_parameters": True}),
-    "unused-parameter-static-graph": ({"unused": True}, {"static_graph": True}),
+    "unused-parameter": ({"second": processes.Unused}, {"find_unused_parameters": True}),
+    "unused-parameter-static-graph": ({"second": processes.Unused}, {"static_graph": True}),
     "shared-weights": ({"shared": True}, {}),
     "shared-weights-static-graph": ({"shared": True}, {"static_graph": True}),
     "frozen-embedding": ({"frozen": True}, {}),
+    "saves-nothing": ({"second": processes.Shift}, {}),
     "bucket-views": ({}, {"gradient_as_bucket_view": True}),
 }
-SEEDS = (100, 200)  # of dropout, one for each rank
 
 
 # --- in the processes
 
 
-def train(model_options: dict[str, Any], ddp_options: dict[str, Any], memory: Any, rank: int) -> list[Any]:
+def train(model_options: dict[str, Any], ddp_options: dict[str, Any], memory: Any, rank: int) -> list[Gradients]:
+    """The gradients of each step."""
     model = DistributedDataParallel(Model(memory, **model_options), **ddp_options)
     steps = []
     for step in range(STEPS):
@@ -44,7 +45,7 @@ def train(model_options: dict[str, Any], ddp_options: dict[str, Any], memory: An
     return steps
 
 
-def accumulate(memory: Any, rank: int) -> list[Any]:
+def accumulate(memory: Any, rank: int) -> Gradients:
     model = DistributedDataParallel(Model(memory))
     with model.no_sync():
         processes.loss(model, 0, rank).backward()
@@ -53,19 +54,16 @@ def accumulate(memory: Any, rank: int) -> list[Any]:
     return processes.gradients(model)
 
 
-def drop(memory: Any, rank: int) -> list[Any]:
-    model = DistributedDataParallel(Model(memory, dropout=0.5))
-    torch.manual_seed(SEEDS[rank])
-    processes.loss(model, 0, rank).backward()
-    return processes.gradients(model)
+def drop(memory: Any, rank: int) -> Gradients:
+    return processes.dropout_gradients(DistributedDataParallel(Model(memory, dropout=0.5)), rank)
 
 
-def normalize(memory: Any, rank: int) -> tuple[Any, Any]:
-    """Two steps: DDP copies the buffers of rank 0 to all before the second."""
+def normalize(memory: Any, rank: int) -> tuple[Gradients, list[Tensor]]:
+    """Two steps: before the second, DDP gives all ranks the buffers of rank 0."""
     model = DistributedDataParallel(batch_norm(memory))
     for step in range(2):
         model.zero_grad()
-        normalized_loss(model, step, rank).backward()
+        batch_norm_loss(model, step, rank).backward()
     return processes.gradients(model), list(model.buffers())
 
 
@@ -75,22 +73,13 @@ def batch_norm(memory: Any) -> rg.ReversibleSequence:
     return rg.ReversibleSequence(zip(fns[::2], fns[1::2]), memory=memory)
 
 
-def normalized_loss(model: nn.Module, step: int, rank: int) -> Tensor:
-    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
-    return model(x).square().mean()
+def batch_norm_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(6, 4, generator=generator, dtype=torch.float64)).square().mean()
 
 
-def whole_zoo(rank: int) -> dict[str, Any]:
-    return {str(case): zoo_gradients(case, rank, DistributedDataParallel) for case in zoo.REVERSED}
-
-
-def zoo_gradients(case: zoo.Case, rank: int, wrap: Any) -> list[Any]:
-    stack, x = case.build()
-    x = [leaf.detach() * (1 + rank) for leaf in zoo.leaves(x)]
-    value = {"a": x[0], "b": x[1]} if case.value == "tree" else x[0]
-    model = wrap(stack)
-    zoo.loss(model(value)).backward()
-    return processes.gradients(model)
+def whole_zoo(rank: int) -> dict[str, Gradients]:
+    return {str(case): processes.zoo_gradients(case, rank, DistributedDataParallel) for case in zoo.REVERSED}
 
 
 CASES: dict[str, processes.Case] = {"zoo": whole_zoo}
@@ -130,11 +119,7 @@ def test_no_sync_accumulates(results, memory):
 
 @pytest.mark.parametrize("memory", REVERSED)
 def test_dropout_replays_the_draws_of_each_rank(results, memory):
-    model = Model(dropout=0.5)
-    for rank, seed in enumerate(SEEDS):
-        torch.manual_seed(seed)
-        (processes.loss(model, 0, rank) / WORLD).backward()
-    expected = processes.gradients(model)
+    expected = processes.mean(processes.dropout_gradients(Model(dropout=0.5), rank) for rank in range(WORLD))
     for got in results[f"drop-{memory}"]:
         assert zoo.worst(got, expected) < 1e-9
 
@@ -143,12 +128,11 @@ def test_dropout_replays_the_draws_of_each_rank(results, memory):
 def test_buffers_are_broadcast_and_updated_once(results, memory):
     models = [batch_norm(rg.Keep()) for _ in range(WORLD)]
     for step in range(2):
+        models[1].load_state_dict(models[0].state_dict())
         for rank, model in enumerate(models):
             model.zero_grad()
-            normalized_loss(model, step, rank).backward()
-        if step == 0:
-            models[1].load_state_dict(models[0].state_dict())
-    expected = [sum(grads) / WORLD for grads in zip(*map(processes.gradients, models))]
+            batch_norm_loss(model, step, rank).backward()
+    expected = processes.mean(processes.gradients(model) for model in models)
     for (got, buffers), model in zip(results[f"normalize-{memory}"], models):
         assert zoo.worst(got, expected) < 1e-9
         assert zoo.worst(buffers, list(model.buffers())) < 1e-14
@@ -157,6 +141,6 @@ def test_buffers_are_broadcast_and_updated_once(results, memory):
 @pytest.mark.parametrize("case", zoo.REVERSED, ids=str)
 def test_whole_zoo(results, case):
     plain = zoo.Case(case.coupling, case.streams, case.value, "keep")
-    expected = [sum(grads) / WORLD for grads in zip(*(zoo_gradients(plain, rank, lambda stack: stack) for rank in range(WORLD)))]
+    expected = processes.mean(processes.zoo_gradients(plain, rank) for rank in range(WORLD))
     for got in results["zoo"]:
         assert zoo.worst(got[str(case)], expected) < 1e-9

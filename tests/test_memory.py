@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import retrograd as rg
-from retrograd.core import memory, tape
+from retrograd.core import memory, walk
 from retrograd.measure import LiveBytes
 from tests import zoo
 
@@ -75,30 +75,30 @@ def test_gradients_in_training_do_not_add_to_activations_over_steps():
 def test_dropping_the_output_frees_everything_without_the_collector(case):
     stack, x = case.build(dropout=0.1)
     context = torch.randn(3, dtype=torch.float64, requires_grad=True)
-    tapes = weakref.WeakSet()
-    original = tape.Tape.finish
+    walks = weakref.WeakSet()
+    original = walk.Walk.begin_at
 
-    def finish(self):
-        tapes.add(self)
-        original(self)
+    def begin_at(self, state):
+        walks.add(self)
+        original(self, state)
 
-    tape.Tape.finish = finish
+    walk.Walk.begin_at = begin_at
     gc.disable()
     try:
         with LiveBytes() as live:
             y = stack(x, context=context * 1.0)
-            assert len(tapes) == 1
+            assert len(walks) == 1
             del y
-            assert (len(tapes), live.now) == (0, 0)
+            assert (len(walks), live.now) == (0, 0)
             y = stack(x, context=context * 1.0)  # and after a backward, retained or not
             zoo.loss(y).backward(retain_graph=True)
             zoo.loss(y).backward()
             del y
             gradients = sum(t.grad.nbytes for t in [*zoo.leaves(x), context, *stack.parameters()] if t.grad is not None)
-            assert (len(tapes), live.now) == (0, gradients)
+            assert (len(walks), live.now) == (0, gradients)
     finally:
         gc.enable()
-        tape.Tape.finish = original
+        walk.Walk.begin_at = original
 
 
 def test_an_exception_in_forward_leaves_nothing_behind():
@@ -146,17 +146,17 @@ def test_streams_that_the_caller_holds_are_not_overwritten():
 
 def test_undone_in_place_only_where_no_one_else_sees_it():
     tensor = torch.zeros(3)
-    assert tape.is_unshared(tensor)
+    assert walk.is_unshared(tensor)
     view = tensor[:1]
-    assert not tape.is_unshared(tensor)
-    assert not tape.is_unshared(view)
+    assert not walk.is_unshared(tensor)
+    assert not walk.is_unshared(view)
     del view
-    assert tape.is_unshared(tensor)
+    assert walk.is_unshared(tensor)
     w = torch.ones(3, requires_grad=True)
     saved = w * tensor.detach()  # autograd saves an alias, as it does in a recompute
-    assert not tape.is_unshared(tensor)
+    assert not walk.is_unshared(tensor)
     del saved
-    assert tape.is_unshared(tensor)
+    assert walk.is_unshared(tensor)
 
 
 # --- the plan, as data

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import retrograd as rg
-from retrograd.core import replay
+from retrograd.core import replay, walk
 from tests import zoo
 
 
@@ -58,18 +58,21 @@ def test_any_draw_replays_also_from_a_generator_in_a_keyword_argument(own):
     assert mine is None or torch.equal(mine.get_state(), states[1])
 
 
-def test_states_are_kept_only_for_updates_that_drew():
+def test_states_are_kept_only_for_updates_that_drew(monkeypatch):
     """5 kB each: a network without dropout must not pay for them."""
     for dropout, kept in ((0.0, 0), (0.3, 6)):
         stack, x = zoo.Case("additive", "mean", "tensor", "reverse-all").build(dropout=dropout)
-        tapes = []
-        original = rg.sequence.Tape.finish
-        rg.sequence.Tape.finish = lambda tape, tapes=tapes, original=original: (tapes.append(tape), original(tape))
-        try:
-            stack(x)
-        finally:
-            rg.sequence.Tape.finish = original
-        assert sum(record.random is not None for record in tapes[0].records) == kept
+        walks = []
+        original = walk.Walk.begin_at
+
+        def begin_at(self, state, walks=walks, original=original):
+            original(self, state)
+            walks.append(self)
+
+        monkeypatch.setattr(walk.Walk, "begin_at", begin_at)
+        stack(x)
+        monkeypatch.undo()
+        assert sum(record.random is not None for record in walks[0].records) == kept
 
 
 def test_every_device_that_holds_a_stream_is_replayed(monkeypatch):
@@ -97,7 +100,7 @@ def test_every_device_that_holds_a_stream_is_replayed(monkeypatch):
     scene = replay.Scene([on_device], [], [()])
     then = scene.random_states()
     states.append(states[0] + 1)  # the function draws
-    with replay.Replay(scene, 0, then, [], str):
+    with replay.Replay(scene, 0, then, [], []):
         assert torch.equal(states[-1], torch.arange(16, dtype=torch.uint8))
     assert torch.equal(states[-1], states[0] + 1)
     assert {where for _, where in calls} == {device}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import retrograd as rg
-from retrograd.core import replay, tape, updates
+from retrograd.core import replay, tape, updates, walk
 from tests import test_buffers, test_gradients, test_independent_calls, test_memory, test_random, zoo
 
 CASE = zoo.Case("additive", "mean", "tensor", "reverse-all")
@@ -51,19 +51,19 @@ def test_buffers_that_are_not_replayed(monkeypatch):
 
 def test_activations_that_are_not_dropped(monkeypatch):
     leak = []
-    original = tape.Frame.pack
+    original = walk.Frame.pack
 
     def pack(self, tensor):
         leak.append(tensor.detach())
         return original(self, tensor)
 
-    monkeypatch.setattr(tape.Frame, "pack", pack)
+    monkeypatch.setattr(walk.Frame, "pack", pack)
     with pytest.raises(AssertionError):
         test_memory.test_flat_in_depth({})
 
 
 def test_streams_that_are_overwritten(monkeypatch):
-    monkeypatch.setattr(tape, "is_unshared", lambda tensor: True)
+    monkeypatch.setattr(walk, "is_unshared", lambda tensor: True)
     with pytest.raises((AssertionError, rg.InPlaceError, RuntimeError)):
         test_memory.test_streams_that_the_caller_holds_are_not_overwritten()
         test_gradients.test_outputs_and_gradients_are_those_of_plain_autograd(CASE)

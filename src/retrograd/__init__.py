@@ -5,8 +5,8 @@ from retrograd.sequence import ReversibleSequence as ReversibleSequence
 from retrograd.core.streams import Duplicate as Duplicate, Split as Split, AtRest as AtRest
 
 # the general case: a program of updates over named streams
-from retrograd.sequence import Reversible as Reversible
-from retrograd.core.updates import Update as Update, WithAux as WithAux
+from retrograd.sequence import Reversible as Reversible, Update as Update
+from retrograd.core.updates import WithAux as WithAux
 
 # how a function's output enters its target
 from retrograd.core.updates import Coupling as Coupling, Additive as Additive, Affine as Affine, Momentum as Momentum

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retrograd.core import errors
 from retrograd.core.memory import Keep, Reverse
-from retrograd.core.program import Run, Step
+from retrograd.core.program import Run, Step, place
 from retrograd.core.streams import Duplicate, flatten_stream, unflatten
-from retrograd.core.tape import Tape, edited_in_place
-from retrograd.core.updates import Additive, Update, checked_coupling
+from retrograd.core.tape import Tape
+from retrograd.core.updates import Additive, checked_coupling
 from retrograd.routing import PairRoute, Route, by_update, check_all_taken
 
 _ADD = Additive()
@@ -139,6 +140,60 @@ class Block(nn.Module):
         return run.state
 
 
+class Update(nn.Module):
+    """One update of a `Reversible` program: `target = coupling.forward(target, fn(*reads, **kwargs))`.
+
+    Args:
+        target: name of the stream that changes.
+        fn: a module or any callable. It must not change its inputs, and must not look at the target.
+        reads: names of the streams that `fn` gets, in order. Never the target itself.
+        coupling: how the output enters the target; `Additive()` by default.
+        route: which keyword arguments of the call `fn` gets. None: those its signature accepts. A sequence of names: just
+            those. A dict: from the name `fn` uses to the name the call uses, e.g. `{"mask": "video_mask"}`.
+
+    Example:
+        >>> update = rg.Update("v1", torch.nn.Linear(8, 8), reads=("v2",))
+        >>> update
+        Update(
+          target='v1', reads=('v2',), coupling=Additive()
+          (fn): Linear(in_features=8, out_features=8, bias=True)
+        )
+    """
+
+    def __init__(
+        self,
+        target: str,
+        fn: Callable[..., Any],
+        reads: tuple[str, ...] | list[str] = (),
+        *,
+        coupling: Any = _ADD,
+        route: dict[str, str] | tuple[str, ...] | list[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(reads, str):
+            raise TypeError(f"Update({target!r}, reads={reads!r}): reads is a tuple of names; write reads=({reads!r},).")
+        if not callable(fn):
+            raise TypeError(f"Update({target!r}, fn={fn!r}): fn is not callable. Pass a module or a function.")
+        if target in reads:
+            raise ValueError(
+                f"Update({target!r}, reads={tuple(reads)!r}): a function may not read its own target, because the target's "
+                "earlier value is what backward has to rebuild. Read another stream, or put the value into one of its own."
+            )
+        self.target = target
+        self.fn = fn
+        self.reads = tuple(reads)
+        self.coupling = checked_coupling(coupling)
+        self.route = route
+
+    def extra_repr(self) -> str:
+        route = "" if self.route is None else f", route={self.route!r}"
+        return f"target={self.target!r}, reads={self.reads!r}, coupling={self.coupling!r}{route}"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What `fn` gives; a program calls `fn` itself and couples its output."""
+        return self.fn(*args, **kwargs)
+
+
 class Reversible(nn.Module):
     """A program of updates over any number of named streams: a dict of streams in, a dict of streams out.
 
@@ -182,7 +237,7 @@ class Reversible(nn.Module):
         result, state = run.streams(), run.state
         run.finish()
         if isinstance(run, Tape):
-            _guard(run, state, program)
+            _guard(state, program)
         return _with_aux(result, run)
 
     @torch.no_grad()
@@ -204,7 +259,7 @@ class Reversible(nn.Module):
         if missing or unknown:
             faults = " and ".join(f"{what} {names}" for what, names in (("missing", missing), ("unknown", unknown)) if names)
             raise ValueError(
-                f"the streams do not fit the program: {faults}. Its updates use {sorted(wanted)}, and the call gave {sorted(streams)}."
+                f"the streams do not fit the program: {faults}. Updates use {sorted(wanted)}; the call gave {sorted(streams)}."
             )
         program, taken = [], set()
         for i, u in enumerate(updates):
@@ -229,7 +284,7 @@ def _is_recorded(memory: Any) -> bool:
 
 
 def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
-    return forward(lambda memory, *call: Run(*call), value, kwargs)
+    return forward(lambda memory, streams, keywords, program: Run(streams, keywords, program), value, kwargs)
 
 
 # [Note: torch.compile] Forward and recompute must call the same callable, compiled or not, or they save different tensors. A
@@ -238,34 +293,27 @@ def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> A
 # `torch.compiler.disable`, except that it does not import the compiler (seconds) before it is needed.
 @torch._disable_dynamo
 def _recorded(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
-    tapes: list[Tape] = []
-
     def new_run(memory: Any, streams: dict[str, Any], keywords: dict[str, Any], program: list[Step]) -> Run:
-        tapes.append(Tape(streams, keywords, program, memory.plan([step.target for step in program])))
-        return tapes[0]
+        return Tape(streams, keywords, program, memory.plan([step.target for step in program]))
 
-    try:
-        return forward(new_run, value, kwargs)
-    finally:
-        for tape in tapes:
-            tape.let_go()
+    return forward(new_run, value, kwargs)
 
 
 def _with_aux(result: Any, run: Run) -> Any:
     return (result, run.aux) if run.aux else result
 
 
-def _guard(tape: Tape, state: dict[str, list[Tensor]], program: list[Step]) -> None:
+def _guard(state: dict[str, list[Tensor]], program: list[Step]) -> None:
     """Raise, first thing in backward, if a stream that was handed out has been edited in place since."""
     last = {step.target: index for index, step in enumerate(program)}
     outputs = [(name, weakref.ref(leaf), leaf._version) for name in last for leaf in state[name]]
-    wheres = {name: tape.where(index) for name, index in last.items()}
+    wheres = {name: place(program, index) for name, index in last.items()}
 
     def check(_: Any) -> None:
         for name, ref, version in outputs:
             leaf = ref()
             if leaf is not None and leaf._version != version:
-                raise edited_in_place(f"stream {name!r} as it was returned", f"backward through {wheres[name]}")
+                raise errors.edited_output(f"backward through {wheres[name]}", f"stream {name!r} as it was returned")
 
     for name in last:
         for leaf in state[name]:

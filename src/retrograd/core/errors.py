@@ -1,9 +1,12 @@
 """Errors that arise while a network runs. Wrong arguments are plain `ValueError` or `TypeError`, raised before any work.
 
-Every message has four parts: where (which update), what (the number beside its limit), why, and the fix to type.
+Every message has four parts: where (which update), what (the number beside its limit), why, and the fix to type. The texts
+stand here together, so that they read alike; who raises one knows only the facts.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class RetrogradError(RuntimeError):
@@ -26,6 +29,71 @@ class CouplingError(RetrogradError):
     """A coupling's `inverse` does not undo its `forward`."""
 
 
-def explain(where: str, what: str, why: str, fix: str) -> str:
-    """The text of an error: the facts on the first line, then the reason and what to type."""
-    return f"{where} {what}\n  Why: {why}\n  Fix: {fix}"
+def explain(kind: type[RetrogradError], where: str, what: str, why: str, fix: str) -> RetrogradError:
+    """An error with the facts on its first line, then the reason and what to type."""
+    return kind(f"{where} {what}\n  Why: {why}\n  Fix: {fix}")
+
+
+def misfit(where: str, returned: str, fix: str) -> RetrogradError:
+    why = "an output can be taken back out of its target only if it has the target's structure, shape and dtype."
+    return explain(OutputError, where, f"returned {returned}.", why, fix)
+
+
+def edited_input(where: str, stream: str, kind: str) -> RetrogradError:
+    what = f"changed its input in place: stream {stream!r}, {kind}."
+    why = "backward runs the function again and must find the input that forward found."
+    fix = "use the out-of-place operation (x + 1, not x.add_(1); inplace=False), or start the function with x.clone()."
+    return explain(InPlaceError, where, what, why, fix)
+
+
+def edited_output(where: str, what: str) -> RetrogradError:
+    why = "activations are rebuilt from it; from the edited value they would come out wrong."
+    fix = "edit a copy: y = y + 1 instead of y += 1, or y.clone() first."
+    return explain(InPlaceError, where, f"needs {what}, and it was edited in place after forward.", why, fix)
+
+
+def edited_after_save(where: str, kind: str, versions: tuple[int, int]) -> RetrogradError:
+    what = f"edits {kind} in place after autograd saved it (version {versions[0]}, now {versions[1]})."
+    why = "its backward would be computed from the edited value."
+    return explain(InPlaceError, where, what, why, "use the out-of-place operation, as plain autograd would also demand.")
+
+
+def edited_parameter(where: str, name: str, versions: tuple[int, int]) -> RetrogradError:
+    what = f"needs parameter {name!r} as forward saw it (version {versions[0]}), but it is at version {versions[1]}."
+    why = "the function would be recomputed with other weights than it ran with."
+    return explain(InPlaceError, where, what, why, "call backward() before optimizer.step(), and edit parameters after it.")
+
+
+def replaced_stream(where: str, stream: str, before: str, after: str) -> RetrogradError:
+    what = f"a hook on the block replaced stream {stream!r}: {before} became {after}."
+    why = "what happens to a stream outside its updates cannot be undone in backward."
+    fix = "hook f and g instead; under FSDP2 use MixedPrecisionPolicy(cast_forward_inputs=False), or fully_shard f and g."
+    return explain(RetrogradError, where, what, why, fix)
+
+
+def wrong_inverse(where: str, coupling: str, error: float, limit: float, dtype: str) -> RetrogradError:
+    what = (
+        f"uses coupling {coupling}, whose inverse misses the target by {error:.1e} of its size (limit {limit:.1e} for {dtype})."
+    )
+    why = f"{coupling}.inverse(y, out) must give back x, where y = {coupling}.forward(x, out)."
+    fix = "solve forward for x in inverse, and keep factors away from zero (see rg.Affine)."
+    return explain(CouplingError, where, what, why, fix)
+
+
+def already_passed(where: str) -> RetrogradError:
+    why = "an earlier backward freed the streams it was rebuilt from, or was interrupted."
+    fix = "call the first backward with retain_graph=True, or run forward again."
+    return explain(RetrogradError, where, "is asked for after backward has already passed it.", why, fix)
+
+
+def other_recompute(where: str, then: list[Any], now: list[Any]) -> RetrogradError:
+    """`then` and `now` hold the shape and dtype of each tensor that was saved."""
+    pairs = zip([*then, *[None] * len(now)], [*now, *[None] * len(then)])
+    first = next((a, b) for a, b in pairs if a != b)
+    a, b = (f"{str(m[1]).removeprefix('torch.')}{list(m[0])}" if m else "nothing" for m in first)
+    return RecomputeError(
+        f"{where} saved {len(then)} tensors in forward and {len(now)} in recompute.\n"
+        f"  First difference: forward saved {a}, recompute {b}.\n"
+        "  Usual causes: a cache that grows on each call, routing that depends on rounding, state outside the module.\n"
+        "  Fix: rg.is_recomputing() lets the function leave such state alone; memory=rg.Keep() does not recompute."
+    )

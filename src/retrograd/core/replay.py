@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograd.core.errors import InPlaceError, explain
+from retrograd.core import errors
+from retrograd.core.program import Program, place
 
 
 class _Local(threading.local):
@@ -144,12 +145,10 @@ class Replay:
 
     __slots__ = ("gradients", "undo")
 
-    def __init__(
-        self, scene: Scene, index: int, random: list[bytes] | None, buffers: Buffers, where: Callable[[int], str]
-    ) -> None:
+    def __init__(self, scene: Scene, index: int, random: list[bytes] | None, buffers: Buffers, program: Program) -> None:
         modules, training, parameters = scene.modules[index], scene.training[index], scene.parameters[index]
         if [parameter._version for parameter in parameters] != scene.versions[index]:
-            check_parameters(modules, parameters, scene.versions[index], where(index))
+            check_parameters(modules, parameters, scene.versions[index], place(program, index))
         autocast = scene.autocast_now()
         self.undo = None
         if random is None and not buffers and autocast == scene.autocast and [m.training for m in modules] == training:
@@ -190,15 +189,7 @@ def check_parameters(modules: list[nn.Module], then: list[nn.Parameter], version
     names = {id(p): name for module in reversed(modules) for name, p in module.named_parameters()}
     for parameter, version in zip(then, versions):
         if parameter._version != version and id(parameter) in names:
-            raise InPlaceError(
-                explain(
-                    where,
-                    f"needs parameter {names[id(parameter)]!r} as forward saw it (version {version}), but it is at version "
-                    f"{parameter._version}.",
-                    "the function would be recomputed with other weights than it ran with.",
-                    "call backward() before optimizer.step(), and edit parameters after it.",
-                )
-            )
+            raise errors.edited_parameter(where, names[id(parameter)], (version, parameter._version))
 
 
 def modules_of(*functions: Any) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 PairProgram = tuple[tuple[str, "str | None", tuple[str, ...]], ...]
 
@@ -162,57 +162,3 @@ class WithAux:
 
     output: Any
     aux: Any
-
-
-class Update(nn.Module):
-    """One update of a `Reversible` program: `target = coupling.forward(target, fn(*reads, **kwargs))`.
-
-    Args:
-        target: name of the stream that changes.
-        fn: a module or any callable. It must not change its inputs, and must not look at the target.
-        reads: names of the streams that `fn` gets, in order. Never the target itself.
-        coupling: how the output enters the target; `Additive()` by default.
-        route: which keyword arguments of the call `fn` gets. None: those its signature accepts. A sequence of names: just
-            those. A dict: from the name `fn` uses to the name the call uses, e.g. `{"mask": "video_mask"}`.
-
-    Example:
-        >>> update = rg.Update("v1", torch.nn.Linear(8, 8), reads=("v2",))
-        >>> update
-        Update(
-          target='v1', reads=('v2',), coupling=Additive()
-          (fn): Linear(in_features=8, out_features=8, bias=True)
-        )
-    """
-
-    def __init__(
-        self,
-        target: str,
-        fn: Callable[..., Any],
-        reads: tuple[str, ...] | list[str] = (),
-        *,
-        coupling: Any = Additive(),
-        route: dict[str, str] | tuple[str, ...] | list[str] | None = None,
-    ) -> None:
-        super().__init__()
-        if isinstance(reads, str):
-            raise TypeError(f"Update({target!r}, reads={reads!r}): reads is a tuple of names; write reads=({reads!r},).")
-        if not callable(fn):
-            raise TypeError(f"Update({target!r}, fn={fn!r}): fn is not callable. Pass a module or a function.")
-        if target in reads:
-            raise ValueError(
-                f"Update({target!r}, reads={tuple(reads)!r}): a function may not read its own target, because the target's "
-                "earlier value is what backward has to rebuild. Read another stream, or put the value into one of its own."
-            )
-        self.target = target
-        self.fn = fn
-        self.reads = tuple(reads)
-        self.coupling = checked_coupling(coupling)
-        self.route = route
-
-    def extra_repr(self) -> str:
-        route = "" if self.route is None else f", route={self.route!r}"
-        return f"target={self.target!r}, reads={self.reads!r}, coupling={self.coupling!r}{route}"
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What `fn` gives; a program calls `fn` itself and couples its output."""
-        return self.fn(*args, **kwargs)

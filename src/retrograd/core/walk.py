@@ -1,0 +1,325 @@
+"""The walk back: how backward gets the tensors that forward dropped.
+
+When backward first asks for a tensor that update i saved, the streams after update i are at hand, and the walk takes a step:
+
+    out    = fn(*reads)                        run again; this time, what autograd saves is collected
+    target = coupling.inverse(target, out)     now the streams are those before update i
+
+Autograd runs its nodes newest first, so it asks for update i only when it is done with every update after i. Where that
+does not hold (several devices, `backward(inputs=...)`, a second backward) the walk begins again from its *anchor*, a state
+that it kept. The values are the same; only the way is longer.
+
+A walk belongs to one forward call. Several may be under way at once, in any order.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from retrograd.core import errors
+from retrograd.core.program import Parts, Program, State, Step, call, couple, fit, place
+from retrograd.core.replay import Buffers, Replay, Scene
+from retrograd.core.streams import Leaves, Spec, describe, flatten, unflatten
+
+Meta = tuple[torch.Size, torch.dtype]
+meta = operator.attrgetter("shape", "dtype")
+
+
+class Record:
+    """What is remembered of one update: enough to run it again the same way, and to see whether it did."""
+
+    grads: list[bool]  # of the target's leaves and then of each read's: [Note: why reads keep requires_grad]
+    random: list[bytes] | None  # random states before it ran, if it drew
+    buffers: Buffers  # those it changed
+    saved: list[Meta]  # shape and dtype of each tensor that autograd saved
+    by_fn: int  # how many of them the function saved; the coupling saved the rest
+    kept: Parts | None = None  # its output, where it cannot run again: [Note: constant buffers]
+
+
+class Frame:
+    """The hooks of one update in forward. The graph holds it; as long as it lives, backward may still ask."""
+
+    __slots__ = ("__weakref__", "index", "store", "versions", "walk")
+
+    def __init__(self, walk: Walk, index: int) -> None:
+        self.walk = walk
+        self.index = index
+        self.store: list[Tensor | None] | None = []  # what autograd saved: while the function runs, and again in backward
+        self.versions: list[int] | None = None  # theirs; set in backward
+
+    def pack(self, tensor: Tensor) -> int:
+        self.store.append(tensor)  # type: ignore[union-attr]
+        return len(self.store) - 1  # type: ignore[arg-type]
+
+    def unpack(self, slot: int) -> Tensor:
+        store = self.store
+        tensor = store[slot] if store is not None else None
+        if tensor is None:
+            store = self.walk.refill(self, slot)
+            tensor = store[slot]
+        if self.versions is None:  # the function is still running, and calls autograd.grad itself
+            return tensor  # type: ignore[return-value]
+        if tensor._version != self.versions[slot]:  # type: ignore[union-attr]
+            raise self.walk.edited_after_save(self, slot, tensor)  # type: ignore[arg-type]
+        if not self.walk.asked_again:
+            store[slot] = None  # type: ignore[index]  # autograd asks once: free it now, not when the update is over
+        return tensor  # type: ignore[return-value]
+
+
+class Recount:
+    """The hooks of a recompute. Remembers the version of each tensor too, as autograd does for what it saves itself."""
+
+    __slots__ = ("store", "versions")
+
+    def __init__(self) -> None:
+        self.store: list[Tensor] = []
+        self.versions: list[int] = []
+
+    def pack(self, tensor: Tensor) -> int:
+        self.versions.append(tensor._version)
+        self.store.append(tensor)
+        return len(self.versions) - 1
+
+    def unpack(self, slot: int) -> Tensor:
+        return self.store[slot]
+
+
+class Walk:
+    """The state before update `at`, whose frame has what it saved; and how to get from there to earlier ones."""
+
+    def __init__(self, program: Program, specs: dict[str, Spec], scene: Scene, arguments: Arguments) -> None:
+        self.program = program
+        self.specs = specs
+        self.scene = scene
+        self.arguments = arguments
+        self.records: list[Record] = []
+        self.frames: list[weakref.ref[Frame]] = []
+        self.lock = threading.RLock()
+        self.at: int | None = None
+        self.state: State = {}
+        self.anchor: tuple[int, Vault | State] | None = None
+        self.newest = -1  # no frame after this one is alive
+        self.asked_again = False  # `ctx.saved_tensors` was read twice: free nothing before the update is over
+
+    # --- called by the tape, in forward
+
+    def note_random(self) -> list[bytes]:
+        """The random states. Forgets those before the last update if it did not draw: they cost 5 kB each on a CPU."""
+        now = self.scene.random_states()
+        if self.records and self.records[-1].random == now:
+            self.records[-1].random = None
+        return now
+
+    def begin_at(self, state: State) -> None:
+        """The state after the last record, from which to walk back."""
+        self.note_random()
+        self.newest = len(self.records) - 1
+        self.counts = {name: len(leaves) for name, leaves in state.items()}
+        if self.records:
+            self.anchor = len(self.records), Vault([leaf for leaves in aliases(state).values() for leaf in leaves])
+
+    # --- called by autograd, in backward, possibly from several threads
+
+    def refill(self, frame: Frame, slot: int) -> list[Tensor | None]:
+        """What an update saved, made again."""
+        with self.lock:
+            if frame.store is None or frame.store[slot] is None:  # else another thread was faster
+                self.asked_again = self.at == frame.index and frame.store is not None
+                self.reach(frame.index)
+                if frame.store is None or self.asked_again:  # the walk began here, or has been here before
+                    self.recompute(frame.index, undo=False)
+            assert frame.store is not None
+            return frame.store
+
+    def reach(self, index: int, _: object = None) -> None:
+        """Walk back until update `index` is undone.
+
+        [Note: an optimizer inside backward] Usually the walk waits until a saved tensor is asked for. But a function that ends
+        in `+ bias` has the bias's gradient before that, and a hook may already step the bias that the recompute needs. So
+        for functions with such hooks, this is itself a hook, run when backward arrives at their output.
+        """
+        with self.lock:
+            if self.at is None or self.at < index:
+                self.begin_again(index)
+            while self.at > index:  # type: ignore[operator]
+                self.step_back()
+
+    def begin_again(self, index: int) -> None:
+        """Go back to the anchor."""
+        self.leave()
+        self.at = None
+        if self.anchor is None or self.anchor[0] < index:
+            raise errors.already_passed(place(self.program, index))
+        at, state = self.anchor
+        if isinstance(state, Vault):
+            leaves = iter(state.open("a stream that was returned"))
+            state = {name: [next(leaves) for _ in range(count)] for name, count in self.counts.items()}
+        self.state, self.at = aliases(state), at
+        self.arguments.close()
+
+    def step_back(self) -> None:
+        """From the state after an update to the state before it."""
+        assert self.at is not None
+        self.leave()
+        # [Note: the anchor] The state before update p serves every update up to p. If a frame from p on is alive, backward may
+        # come back to it (retain_graph), so a state up there must be kept. If all are gone, backward has passed them for
+        # good, and the walk may overwrite the only state there is.
+        while self.newest >= self.at and self.frames[self.newest]() is None:
+            self.newest -= 1
+        if self.newest < self.at:
+            self.anchor = None
+        elif self.anchor is None:
+            self.anchor = self.at, aliases(self.state)
+        self.recompute(self.at - 1, undo=True)
+
+    def leave(self) -> None:
+        """Drop what update `at` saved and nobody asked for."""
+        if self.at is not None and self.at < len(self.frames):
+            frame = self.frames[self.at]()
+            if frame is not None and self.records[self.at].kept is None:
+                frame.store = None
+
+    def recompute(self, index: int, undo: bool) -> None:
+        """Run update `index` again and give its frame what autograd saves. With `undo`, also take it out of its target."""
+        record, step, state = self.records[index], self.program[index], self.state
+        target, needs_grad = step.target, iter(record.grads)
+        target_needs_grad = [next(needs_grad) for _ in state[target]]
+        recount = Recount()
+        try:
+            with (
+                Replay(self.scene, index, record.random, record.buffers, self.program),
+                saved_tensors_hooks(recount.pack, recount.unpack),
+            ):
+                parts = record.kept
+                if parts is None:
+                    reads = [unflatten(leaf_views(state[name], needs_grad), self.specs[name]) for name in step.reads]
+                    output = call(step, reads, self.arguments.open() if step.keywords else {})
+                    self.compare(recount, index, record.saved[: record.by_fn])
+                    parts, _ = fit(output, self.program, index, state[target], self.specs[target])
+                    del output, reads
+                if undo:
+                    self.at = None  # an interrupt from here on leaves no half-undone state to go on from
+                    torch.set_grad_enabled(False)
+                    state[target] = undone(step, state[target], parts)
+                    torch.set_grad_enabled(True)
+                    self.at = index
+                if len(record.saved) > record.by_fn and record.kept is None:
+                    couple(step, leaf_views(state[target], iter(target_needs_grad)), parts)
+                    self.compare(recount, index, record.saved)
+        finally:
+            saved, recount.store = recount.store, []  # they refer to the recomputed graph, and that to `recount`
+        frame = self.frames[index]()
+        if frame is not None and record.kept is None:
+            frame.store, frame.versions = saved, recount.versions  # type: ignore[assignment]
+
+    def compare(self, recount: Recount, index: int, then: list[Meta]) -> None:
+        """Raise unless what forward saved was saved again, and nothing else."""
+        now = list(map(meta, recount.store))
+        if now != then:
+            raise errors.other_recompute(place(self.program, index), then, now)
+
+    def edited_after_save(self, frame: Frame, slot: int, tensor: Tensor) -> errors.RetrogradError:
+        assert frame.versions is not None
+        versions = frame.versions[slot], tensor._version
+        return errors.edited_after_save(place(self.program, frame.index), describe(tensor), versions)
+
+
+def leaf_views(leaves: Leaves, needs_grad: Iterator[bool]) -> Leaves:
+    """A rebuilt stream, as a function gets it.
+
+    [Note: why reads keep requires_grad] Autograd saves only what some gradient needs. With another `requires_grad` than in
+    forward it would save other tensors, and their numbers would no longer match those in the graph.
+
+    [Note: why a view] Tools that hook a module's inputs (FlopCounterMode, FSDP) treat leaves differently from other tensors.
+    In forward the inputs were not leaves, so here they are views of one.
+    """
+    views = []
+    for tensor in leaves:
+        leaf = tensor.detach()
+        views.append(leaf.requires_grad_().view_as(leaf) if next(needs_grad) else leaf)
+    return views
+
+
+def undone(step: Step, leaves: Leaves, parts: Parts) -> Leaves:
+    """The target before the update. Overwrites it where no one else can see it."""
+    inverse = step.coupling.inverse
+    in_place = getattr(step.coupling, "inverse_", inverse)
+    return [(in_place if is_unshared(y) else inverse)(y, *out) for y, out in zip(leaves, parts)]
+
+
+def is_unshared(tensor: Tensor) -> bool:
+    """Whether no other tensor (a view, an alias, one that autograd saved) has the memory of this one.
+
+    `torch._C._storage_Use_Count` is private; a public `UntypedStorage.use_count()` would replace it. It counts this tensor and
+    the storage object made to ask.
+    """
+    return type(tensor) is Tensor and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2
+
+
+def aliases(state: State) -> State:
+    """The same memory in tensors of their own, outside the graph: `is_unshared` counts tensors, not names for one."""
+    return {name: [leaf.detach() for leaf in leaves] for name, leaves in state.items()}
+
+
+class Vault:
+    """Tensors kept the way autograd keeps them: an edit in place is noticed, and hooks around us apply.
+
+    So an outer stack drops and rebuilds what an inner one keeps, and `save_on_cpu` moves it. Opened, it gives the tensors.
+    """
+
+    __slots__ = ("node",)
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.node: Any = _Save.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
+
+    def open(self, what: str) -> tuple[Tensor, ...]:
+        try:
+            return self.node.saved_tensors
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            raise errors.edited_output("backward", what) from error
+
+
+class _Save(torch.autograd.Function):
+    """A node that saves its inputs and is never run."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(*tensors)
+        return token.new_empty(0)
+
+
+class Arguments:
+    """A call's keyword arguments: tensors in a vault, whatever else by reference.
+
+    Opened in fresh containers each time, so that a list that a function appends to grows once, in forward.
+    """
+
+    def __init__(self, keywords: dict[str, Any]) -> None:
+        self.leaves, self.spec = flatten(keywords)
+        self.slots = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        self.vault = Vault([self.leaves[i] for i in self.slots]) if self.slots else None
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the tensors. A walk opens the vault once, because hooks around us may allow no more."""
+        self.is_open = self.vault is None
+        for slot in self.slots:
+            self.leaves[slot] = None
+
+    def open(self) -> dict[str, Any]:
+        if not self.is_open:
+            assert self.vault is not None
+            for slot, tensor in zip(self.slots, self.vault.open("a tensor in a keyword argument")):
+                self.leaves[slot] = tensor
+            self.is_open = True
+        return unflatten(self.leaves, self.spec)
