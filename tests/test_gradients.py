@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import retrograd as rg
+from benchmarks import precision
 from tests import zoo
 
 
@@ -19,18 +20,13 @@ def test_outputs_and_gradients_are_those_of_plain_autograd(case):
     assert zoo.worst(got, zoo.gradients(stack, expected, x, context)) < 1e-9
 
 
-# Rounding is undone only as well as the coupling can: see docs/decisions/0003-precision-of-couplings.md. Additive keeps every
-# bit but the last; the others multiply on the way back, by up to e (Affine), 1 / 0.9 (Momentum) or 1 / 0.8 at each update.
-FLOAT32_AT_DEPTH_24 = {"additive": 1e-5, "affine": 1e-4, "momentum": 1e-4, "own": 1e-2}
-
-
-@pytest.mark.parametrize("coupling", zoo.COUPLINGS)
-@pytest.mark.parametrize("streams", zoo.STREAMS)
+@pytest.mark.parametrize("coupling", precision.COUPLINGS)
+@pytest.mark.parametrize("streams", precision.STREAMS)
 def test_float32_at_depth_24(coupling, streams):
-    stack, x = zoo.Case(coupling, streams, "tensor", "reverse").build(depth=24, dtype=torch.float32)
-    got, expected = zoo.gradients(stack, stack(x), x), zoo.gradients(stack, zoo.plain_stack(stack, x), x)
-    largest = max(gradient.abs().max() for gradient in expected)
-    assert max((a - b).abs().max() for a, b in zip(got, expected)) < FLOAT32_AT_DEPTH_24[coupling] * largest
+    """24 transformer blocks, every coupling: `python -m benchmarks.precision` prints how far below the limit they are."""
+    stack, x = precision.build(precision.COUPLINGS[coupling], precision.STREAMS[streams], depth=24)
+    rebuilt, kept = (precision.gradients(stack, x, memory) for memory in (rg.Reverse(), rg.Keep()))
+    assert precision.difference(rebuilt, kept) < 1e-5
 
 
 class Sum(nn.Module):
