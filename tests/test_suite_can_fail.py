@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import retrograd as rg
-from retrograd.core import replay, tape, updates, walk
+from retrograd.core import replay, updates, walk
 from tests import test_buffers, test_gradients, test_independent_calls, test_memory, test_random, zoo
 
 CASE = zoo.Case("additive", "mean", "tensor", "reverse-all")
@@ -32,19 +32,19 @@ def test_randomness_that_is_not_replayed(monkeypatch):
 
 
 def test_training_flags_that_are_not_replayed(monkeypatch):
-    original = replay.Scene.__init__
+    original = replay.Cast.__init__
 
     def forgetful(self, *args):
         original(self, *args)
-        self.training = [[False] * len(flags) for flags in self.training]
+        self.training = [False] * len(self.training)
 
-    monkeypatch.setattr(replay.Scene, "__init__", forgetful)
+    monkeypatch.setattr(replay.Cast, "__init__", forgetful)
     with pytest.raises((AssertionError, rg.RecomputeError)):
         test_independent_calls.test_backwards_in_any_order(CASE, (0, 1, 2))
 
 
 def test_buffers_that_are_not_replayed(monkeypatch):
-    monkeypatch.setattr(tape, "changed_buffers", lambda seen: ([], True))
+    monkeypatch.setattr(replay.Cast, "changes", lambda self, seen: ([], True))
     with pytest.raises(AssertionError):
         test_buffers.test_buffers_are_updated_once_and_replayed("counter", "reverse-all", False)
 

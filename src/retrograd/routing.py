@@ -5,8 +5,8 @@ By the function's signature, unless a route says otherwise. An argument that no 
 
 from __future__ import annotations
 
-import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,8 +26,21 @@ def accepted(fn: Callable[..., Any], reads: int) -> tuple[frozenset[str], bool]:
     return _accepted(fn, reads) if method is None else _accepted(method, reads + 1)
 
 
-@functools.lru_cache(maxsize=4096)
+# By function, weakly: a closure may hold a whole model.
+_known: weakref.WeakKeyDictionary[Any, dict[int, tuple[frozenset[str], bool]]] = weakref.WeakKeyDictionary()
+
+
 def _accepted(fn: Callable[..., Any], reads: int) -> tuple[frozenset[str], bool]:
+    try:
+        known = _known.setdefault(fn, {})
+    except TypeError:  # cannot be hashed, or not weakly
+        known = {}
+    if reads not in known:
+        known[reads] = _inspected(fn, reads)
+    return known[reads]
+
+
+def _inspected(fn: Callable[..., Any], reads: int) -> tuple[frozenset[str], bool]:
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature

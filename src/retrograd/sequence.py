@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from retrograd.core import errors
 from retrograd.core.memory import Keep, Reverse
@@ -74,9 +75,9 @@ class ReversibleSequence(nn.Module):
         halves = [self.streams.split(leaf) for leaf in leaves]
         streams = {name: unflatten([half[i] for half in halves], spec) for i, name in enumerate(("x1", "x2"))}
         run = new_run(self.memory, streams, kwargs, [step for steps in program for step in steps])
-        del x, leaves, halves, streams  # from here on the run alone decides what stays alive
+        x, leaves, halves, streams = None, (), (), {}  # from here on the run alone decides what stays alive
         for block, steps in zip(self.blocks, program):
-            run.enter(block(run.state, run, steps))
+            run.enter(block({name: list(leaves) for name, leaves in run.state.items()}, run, steps))
         joined = [self.streams.join(y1, y2) for y1, y2 in zip(run.state["x1"], run.state["x2"])]
         run.finish()
         return _with_aux(unflatten(joined, spec), run)
@@ -276,11 +277,14 @@ class Reversible(nn.Module):
 
 
 def _is_recorded(memory: Any) -> bool:
-    """Whether a call leaves a tape. Inside torch.func transforms, which allow no saved-tensor hooks, the same updates run plain.
+    """Whether a call leaves a tape. Where saved-tensor hooks are not allowed or not followed, the same updates run plain.
 
-    `torch._C._are_functorch_transforms_active` is private; a public `torch.func.is_active()` would replace it.
+    That is inside torch.func transforms, under forward-mode differentiation, and while a graph is traced or exported.
+    `torch._C._are_functorch_transforms_active` and `forward_ad._current_level` are private; public ones would replace them.
     """
-    return not isinstance(memory, Keep) and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    if isinstance(memory, Keep) or not torch.is_grad_enabled() or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return False
+    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
 def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:

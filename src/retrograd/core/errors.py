@@ -64,6 +64,27 @@ def edited_parameter(where: str, name: str, versions: tuple[int, int]) -> Retrog
     return explain(InPlaceError, where, what, why, "call backward() before optimizer.step(), and edit parameters after it.")
 
 
+def edited_buffer(where: str, name: str, versions: tuple[int, int]) -> RetrogradError:
+    what = f"needs buffer {name!r} as forward saw it (version {versions[0]}), but it is at version {versions[1]}."
+    why = "the function would be recomputed with another buffer than it ran with."
+    return explain(InPlaceError, where, what, why, "edit buffers after backward(), or assign a new tensor instead of editing.")
+
+
+def stale_activation() -> RetrogradError:
+    what = "is asked for a tensor that a function stored while it was recomputed."
+    why = "recomputed activations live only until backward is past their update."
+    fix = "in the function, store it only if not rg.is_recomputing(), or return it with rg.WithAux."
+    return explain(RetrogradError, "backward", what, why, fix)
+
+
+def inverse_in_place(where: str, coupling: str) -> RetrogradError:
+    what = f"uses coupling {coupling}, whose inverse edits y in place."
+    why = "y may be the caller's tensor."
+    return explain(
+        CouplingError, where, what, why, f"write inverse(y, out) out of place; {coupling}.inverse_(y, out) may edit y."
+    )
+
+
 def replaced_stream(where: str, stream: str, before: str, after: str) -> RetrogradError:
     what = f"a hook on the block replaced stream {stream!r}: {before} became {after}."
     why = "what happens to a stream outside its updates cannot be undone in backward."

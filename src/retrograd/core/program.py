@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from retrograd.core import errors
-from retrograd.core.streams import Leaves, Spec, describe, flatten, flatten_stream, unflatten
+from retrograd.core.streams import Leaves, Spec, describe, flatten_like, flatten_stream, unflatten
 from retrograd.core.updates import Coupling, WithAux
 
 Parts = list[tuple[Tensor, ...]]  # for each leaf of the target, what the coupling gets besides it
@@ -124,9 +124,9 @@ def fit(output: Any, program: Program, index: int, target: Leaves, spec: Spec) -
 
 def _fitting(output: Any, program: Program, index: int, target: Leaves, spec: Spec) -> Leaves:
     """The leaves of `output`, if they have the target's structure and shapes and do not widen its dtypes."""
-    leaves, output_spec = flatten(output)
+    leaves = flatten_like(output, spec)
     stream = f"stream {program[index].target!r}"
-    if output_spec != spec or not all(isinstance(leaf, Tensor) for leaf in leaves):
+    if leaves is None:
         what = f"{describe(output)}; {stream} is {describe(unflatten(target, spec))}"
         raise errors.misfit(place(program, index), what, f"return the structure of {stream}.")
     for x, out in zip(target, leaves):

@@ -1,17 +1,19 @@
 """Running a function twice the same way.
 
 Between forward and backward the world moves on: generators advance, autocast ends, modules switch between train and eval,
-buffers are updated. A `Scene` remembers what a call saw; `Replay` puts that back while a function runs again, and then puts
-the present back, so that a step leaves behind exactly what one forward leaves.
+buffers are updated, parameters are swapped. A `Scene` remembers what a call saw; `Replay` puts that back while a function runs
+again, and then puts the present back, so that a step leaves behind exactly what one forward leaves.
 
-Four things are replayed, and only where they differ:
+Replayed, and only where they differ:
 
-1. random state, of the CPU and of every device that holds a stream (and of generators in keyword arguments);
+1. random state, of the CPU, of every device that holds a stream, and of generators in modules and keyword arguments;
 2. autocast, for the device types of the streams and the CPU;
-3. each module's `training` flag;
-4. each buffer that the function changed.
+3. each module's `training` flag, and which parameters and submodules it has (`functional_call` and adapters change them);
+4. each parameter's `requires_grad`;
+5. each buffer that the function changed.
 
-Parameters are not replayed but checked: one that changed after forward makes the recompute wrong, so it raises.
+Not replayed but checked: parameters and constant buffers edited in place since forward. They make the recompute wrong, so they
+raise.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -26,9 +29,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from retrograd.core import errors
-from retrograd.core.program import Program, place
 
 
 class _Local(threading.local):
@@ -55,42 +58,120 @@ def is_recomputing() -> bool:
 # [Note: constant buffers] To replay a buffer, its value before the function ran is needed, but whether the function changes it
 # shows only afterwards. So every buffer is copied and compared; by value, because BatchNorm changes its statistics without
 # moving their version counters. But a large one that was seen unchanged is not copied again: masks and rotary tables cost one
-# copy in the life of a module, not one for each call. Should its version show that it changed after all, `changed_buffers`
+# copy in the life of a module, not one for each call. Should its version show that it changed after all, `Cast.changes`
 # says that the value is lost, and the tape keeps that one update. Remembered per module, name and training flag.
 LARGE = 1 << 16  # bytes; beyond any channel statistics, below any table that hurts
 _constant: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = weakref.WeakKeyDictionary()
 
-Buffers = list[tuple[nn.Module, str, Tensor]]  # whose, under which name, and the value that the function saw
+MISSING: Any = object()  # in place of a buffer that was not registered
+
+# Whose, under which name, the value that the function saw, and its version; None marks a copy of our own.
+Buffers = list[tuple[nn.Module, str, Any, "int | None"]]
+
+
+class Cast:
+    """What a function consists of, as a call finds it.
+
+    Taken for all updates in one go: between the updates the same work would cost ten times as much.
+    """
+
+    __slots__ = (
+        "counts",
+        "flags",
+        "generators",
+        "modules",
+        "owners",
+        "parameters",
+        "slots",
+        "steps_in_backward",
+        "training",
+        "versions",
+    )
+
+    def __init__(self, *functions: Any) -> None:
+        self.modules = modules = modules_of(*functions)
+        self.training = [m.training for m in modules]
+        self.slots = [(d, k, v) for m in modules for d in (m._parameters, m._modules) for k, v in d.items() if v is not None]
+        self.parameters: list[Tensor] = [value for _, _, value in self.slots if isinstance(value, Tensor)]
+        self.versions = [p._version for p in self.parameters]
+        self.flags = [p.requires_grad for p in self.parameters]
+        # Whether a parameter may be stepped as soon as its gradient is there: [Note: an optimizer inside backward]. The
+        # attribute is private; a public `Tensor.has_post_accumulate_grad_hook()` would replace it.
+        self.steps_in_backward = any(p._post_accumulate_grad_hooks for p in self.parameters)
+        self.counts = [len(m._buffers) for m in modules]
+        self.owners = [m for m in modules if m._buffers]
+        self.generators = [v for m in modules for v in m.__dict__.values() if isinstance(v, torch.Generator)]
+
+    def buffers(self) -> list[tuple[nn.Module, str, Tensor | None, int, Tensor | None]]:
+        """The buffers that the function is about to see: whose, name, object, version, and a copy unless it is constant."""
+        seen = []
+        copies: dict[int, Tensor] = {}  # a buffer may be registered in several modules
+        for module in self.owners:
+            known = _constant.get(module, ())
+            for name, buffer in module._buffers.items():
+                if buffer is None or buffer.is_inference():
+                    seen.append((module, name, None, 0, None))
+                    continue
+                if (name, module.training) not in known and id(buffer) not in copies:
+                    copies[id(buffer)] = buffer.detach().clone()
+                seen.append((module, name, buffer, buffer._version, copies.get(id(buffer))))
+        return seen
+
+    def changes(self, seen: list[tuple[nn.Module, str, Tensor | None, int, Tensor | None]]) -> tuple[Buffers, bool]:
+        """What to put back of the buffers; and whether the function can be run again: whether all it changed is known."""
+        buffers: Buffers = []
+        complete = True
+        for module, name, buffer, version, copy in seen:
+            now = module._buffers.get(name, MISSING)
+            if buffer is None:
+                if now is not None and now is not MISSING and not now.is_inference():
+                    buffers.append((module, name, None, None))
+                continue
+            edited = buffer._version != version or (copy is not None and not copy.is_meta and not torch.equal(copy, buffer))
+            complete = complete and not (edited and copy is None)
+            # Statistics of normalisation are copied even if unchanged: another forward may change them before backward.
+            if copy is not None and (edited or now is not buffer or isinstance(module, _NormBase)):
+                buffers.append((module, name, copy, None))
+            else:
+                buffers.append((module, name, buffer, version))
+            if edited or now is not buffer:
+                _constant.get(module, set()).discard((name, module.training))
+            elif copy is not None and copy.nbytes > LARGE:
+                _constant.setdefault(module, set()).add((name, module.training))
+        if self.counts != [len(m._buffers) for m in self.modules]:  # it registered some
+            known = {(module, name) for module, name, *_ in seen}
+            buffers += [(m, name, MISSING, None) for m in self.modules for name in m._buffers if (m, name) not in known]
+        versions = [p._version for p in self.parameters]
+        if versions != self.versions:  # it edited its own parameters; updates before keep the old list, and will raise
+            self.versions, complete = versions, False
+        return buffers, complete
 
 
 class Scene:
-    """What one forward call sees: modes and module states, taken once; random states and buffers, at each update."""
+    """What one forward call sees: the cast of each update, the generators in play, and autocast."""
 
-    def __init__(self, tensors: Iterable[Tensor], keyword_values: Iterable[Any], functions: Iterable[tuple[Any, ...]]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], arguments: list[Any], functions: Iterable[tuple[Any, ...]]) -> None:
+        given = [value for value in arguments if isinstance(value, nn.Module)]
+        casts: dict[tuple[int, ...], Cast] = {}  # a function may be used by several updates
+        self.casts = []
+        for fns in functions:
+            key = tuple(map(id, fns))
+            cast = casts.get(key) or casts.setdefault(key, Cast(*fns, *given))
+            self.casts.append(cast)
         devices = {tensor.device for tensor in tensors}
-        self.generators: list[tuple[Callable[[], Tensor], Callable[[Tensor], Any]]] = [
-            (torch.default_generator.get_state, torch.default_generator.set_state)
-        ]
+        default = torch.default_generator
+        self.generators: list[tuple[Callable[[], Tensor], Callable[[Tensor], Any]]] = [(default.get_state, default.set_state)]
         for device in devices:
             if device.type not in ("cpu", "meta"):
                 module = torch.get_device_module(device)
                 put = functools.partial(module.set_rng_state, device=device)
                 self.generators.append((functools.partial(module.get_rng_state, device), put))
-        self.generators += [(g.get_state, g.set_state) for g in keyword_values if isinstance(g, torch.Generator)]
+        own = [value for value in arguments if isinstance(value, torch.Generator)]
+        own += [generator for cast in casts.values() for generator in cast.generators]
+        self.generators += [(g.get_state, g.set_state) for g in {id(g): g for g in own}.values()]
         kinds = sorted({"cpu", *(device.type for device in devices)})
         self.kinds = [kind for kind in kinds if torch.amp.is_autocast_available(kind)]
         self.autocast = self.autocast_now()
-        # One list for each update. Taken in one go: a tight loop here costs a tenth of the same work between the updates.
-        self.modules = [modules_of(*fns) for fns in functions]
-        self.training = [[m.training for m in modules] for modules in self.modules]
-        self.parameters = [
-            [p for m in ms if m._parameters for p in m._parameters.values() if p is not None] for ms in self.modules
-        ]
-        self.versions = [[p._version for p in parameters] for parameters in self.parameters]
-        # Whether a parameter may be stepped as soon as its gradient is there: [Note: an optimizer inside backward]. The
-        # attribute is private; a public `Tensor.has_post_accumulate_grad_hook()` would replace it.
-        self.steps_in_backward = [any(p._post_accumulate_grad_hooks for p in parameters) for parameters in self.parameters]
-        self.owners = [[m for m in modules if m._buffers] for modules in self.modules]  # of buffers
 
     def autocast_now(self) -> list[tuple[torch.dtype, bool] | None]:
         """For each kind of device: None, or the dtype and whether casts of weights are cached."""
@@ -108,69 +189,71 @@ class Scene:
         for (_, put), state in zip(self.generators, states):
             put(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-    def buffers(self, index: int) -> list[tuple[nn.Module, str, Tensor, int, Tensor | None]]:
-        """The buffers that update `index` is about to see: whose, name, object, version, and a copy unless it is constant."""
-        seen = []
-        copies: dict[int, Tensor] = {}  # a buffer may be registered in several modules
-        for module in self.owners[index]:
-            known = _constant.get(module, ())
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    if (name, module.training) not in known and id(buffer) not in copies:
-                        copies[id(buffer)] = buffer.detach().clone()
-                    seen.append((module, name, buffer, buffer._version, copies.get(id(buffer))))
-        return seen
-
-
-def changed_buffers(seen: list[tuple[nn.Module, str, Tensor, int, Tensor | None]]) -> tuple[Buffers, bool]:
-    """Those that a function changed, with the values it saw; and whether all of these values are still known."""
-    changed: Buffers = []
-    complete = True
-    for module, name, buffer, version, copy in seen:
-        edited = buffer._version != version or (copy is not None and not torch.equal(copy, buffer))
-        if edited or module._buffers.get(name) is not buffer:
-            complete = complete and not (edited and copy is None)
-            _constant.get(module, set()).discard((name, module.training))
-            changed.append((module, name, copy if edited and copy is not None else buffer))
-        elif copy is not None and copy.nbytes > LARGE:
-            _constant.setdefault(module, set()).add((name, module.training))
-    return changed, complete
-
 
 class Replay:
-    """While entered: what update `index` saw, gradients on, `is_recomputing()` true. The present comes back whatever happens.
+    """While entered: what an update saw, gradients on, `is_recomputing()` true. The present comes back whatever happens.
 
     Written out, not as a generator, because it is entered for every update of every backward; and usually nothing differs.
     """
 
     __slots__ = ("gradients", "undo")
 
-    def __init__(self, scene: Scene, index: int, random: list[bytes] | None, buffers: Buffers, program: Program) -> None:
-        modules, training, parameters = scene.modules[index], scene.training[index], scene.parameters[index]
-        if [parameter._version for parameter in parameters] != scene.versions[index]:
-            check_parameters(modules, parameters, scene.versions[index], place(program, index))
+    def __init__(
+        self,
+        scene: Scene,
+        cast: Cast,
+        versions: list[int],
+        random: list[bytes] | None,
+        buffers: Buffers,
+        where: Callable[[], str],
+    ) -> None:
+        if [p._version for p in cast.parameters] != versions:
+            check_parameters(cast, versions, where)
         autocast = scene.autocast_now()
-        self.undo = None
-        if random is None and not buffers and autocast == scene.autocast and [m.training for m in modules] == training:
-            return
+        differs = autocast != scene.autocast or [m.training for m in cast.modules] != cast.training
+        differs = differs or random is not None or [p.requires_grad for p in cast.parameters] != cast.flags
+        slots = [(d, name, value) for d, name, value in cast.slots if d.get(name) is not value]
+        moved = []
+        for module, name, value, version in buffers:
+            if version is not None and value._version != version:
+                raise errors.edited_buffer(where(), name, (version, value._version))
+            if version is None or module._buffers.get(name) is not value:
+                moved.append((module, name, value, version))
+        self.undo = self.restore(scene, cast, autocast, slots, moved, random) if differs or slots or moved else None
+
+    @staticmethod
+    def restore(scene: Scene, cast: Cast, autocast: Any, slots: Any, buffers: Buffers, random: list[bytes] | None) -> ExitStack:
+        """Put back what differs; what brings the present back is returned."""
         with ExitStack() as undo:
             for kind, then, now in zip(scene.kinds, scene.autocast, autocast):
                 if then != now:
                     dtype, cache = then or (None, None)
                     undo.enter_context(torch.autocast(kind, enabled=then is not None, dtype=dtype, cache_enabled=cache))
-            for module, flag in zip(modules, training):
+            for module, flag in zip(cast.modules, cast.training):
                 if module.training != flag:
                     undo.callback(setattr, module, "training", module.training)
                     module.training = flag
+            for slot, name, value in slots:
+                now = slot.get(name)
+                # FSDP swaps sharded and unsharded parameters, and has the right ones in place: only plain tensors are put back.
+                if isinstance(value, nn.Module) or {type(value), type(now)} <= {Tensor, nn.Parameter}:
+                    undo.callback(_put, slot, name, now)
+                    slot[name] = value
+            for parameter, flag in zip(cast.parameters, cast.flags):
+                if parameter.requires_grad != flag:
+                    undo.callback(parameter.requires_grad_, not flag)
+                    parameter.requires_grad_(flag)
             # Buffers are swapped, not overwritten: the present object is never touched, so no version counter moves.
             copies: dict[int, Tensor] = {}
-            for module, name, value in buffers:
-                undo.callback(module._buffers.__setitem__, name, module._buffers[name])
-                module._buffers[name] = copies.setdefault(id(value), value.detach().clone())
+            for module, name, value, version in buffers:
+                undo.callback(_put, module._buffers, name, module._buffers.get(name, MISSING))
+                if version is None and isinstance(value, Tensor):
+                    value = copies.setdefault(id(value), value.clone())
+                _put(module._buffers, name, value)
             if random is not None:
                 undo.callback(scene.set_random_states, scene.random_states())
                 scene.set_random_states(random)
-            self.undo = undo.pop_all()
+            return undo.pop_all()
 
     def __enter__(self) -> None:
         self.gradients = torch.is_grad_enabled()
@@ -184,24 +267,38 @@ class Replay:
             self.undo.close()
 
 
-def check_parameters(modules: list[nn.Module], then: list[nn.Parameter], versions: list[int], where: str) -> None:
+def _put(slot: dict[str, Any], name: str, value: Any) -> None:
+    if value is MISSING:
+        slot.pop(name, None)
+    else:
+        slot[name] = value
+
+
+def check_parameters(cast: Cast, versions: list[int], where: Callable[[], str]) -> None:
     """Raise if a parameter that the function still uses was edited since forward, naming it."""
-    names = {id(p): name for module in reversed(modules) for name, p in module.named_parameters()}
-    for parameter, version in zip(then, versions):
+    names = {id(p): name for module in reversed(cast.modules) for name, p in module.named_parameters()}
+    for parameter, version in zip(cast.parameters, versions):
         if parameter._version != version and id(parameter) in names:
-            raise errors.edited_parameter(where, names[id(parameter)], (version, parameter._version))
+            raise errors.edited_parameter(where(), names[id(parameter)], (version, parameter._version))
 
 
 def modules_of(*functions: Any) -> list[nn.Module]:
     """Every module inside the given callables. Written out because `nn.Module.modules()` builds names nobody needs here."""
-    found: list[nn.Module] = []
-    for function in functions:
-        while isinstance(function, functools.partial):
-            function = function.func
-        root = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-        if isinstance(root, nn.Module):
-            found.append(root)
-    for module in found:  # grows while it is walked
+    found = [function for function in functions if isinstance(function, nn.Module)]
+    hidden, seen = [function for function in functions if not isinstance(function, nn.Module)], set()
+    for value in hidden:  # a lambda, a method, a partial: look at what it was made of. Grows while it is walked.
+        if isinstance(value, nn.Module):
+            found.append(value)
+        elif callable(value) and not isinstance(value, type) and id(value) not in seen:
+            seen.add(id(value))
+            hidden += [getattr(value, "__self__", None), *(getattr(value, "__defaults__", None) or ())]
+            hidden += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != _EMPTY]
+            hidden += [value.func, *value.args, *value.keywords.values()] if isinstance(value, functools.partial) else ()
+            hidden += list(getattr(value, "__dict__", {}).values())
+    for module in found:  # grows too
         if module._modules:
             found.extend(child for child in module._modules.values() if child is not None)
     return found
+
+
+_EMPTY = types.CellType()

@@ -30,6 +30,15 @@ def unflatten(leaves: list[Any], spec: Spec) -> Any:
     return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
 
+def flatten_like(value: Any, spec: Spec) -> Leaves | None:
+    """The leaves of `value` if it is made like `spec`, in its order of keys, and all are tensors."""
+    try:
+        leaves = [value] if spec is None else spec.flatten_up_to(value)
+    except ValueError:
+        return None
+    return leaves if all(isinstance(leaf, Tensor) for leaf in leaves) else None
+
+
 def flatten_stream(value: Any, name: str) -> tuple[Leaves, Spec]:
     """`flatten` for a stream, whose leaves must be tensors."""
     leaves, spec = flatten(value)

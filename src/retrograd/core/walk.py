@@ -38,7 +38,8 @@ class Record:
 
     grads: list[bool]  # of the target's leaves and then of each read's: [Note: why reads keep requires_grad]
     random: list[bytes] | None  # random states before it ran, if it drew
-    buffers: Buffers  # those it changed
+    buffers: Buffers  # what it saw of them
+    versions: list[int]  # of its parameters
     saved: list[Meta]  # shape and dtype of each tensor that autograd saved
     by_fn: int  # how many of them the function saved; the coupling saved the rest
     kept: Parts | None = None  # its output, where it cannot run again: [Note: constant buffers]
@@ -47,11 +48,12 @@ class Record:
 class Frame:
     """The hooks of one update in forward. The graph holds it; as long as it lives, backward may still ask."""
 
-    __slots__ = ("__weakref__", "index", "store", "versions", "walk")
+    __slots__ = ("__weakref__", "index", "kept", "store", "versions", "walk")
 
     def __init__(self, walk: Walk, index: int) -> None:
         self.walk = walk
         self.index = index
+        self.kept = False  # for good: the function cannot run again
         self.store: list[Tensor | None] | None = []  # what autograd saved: while the function runs, and again in backward
         self.versions: list[int] | None = None  # theirs; set in backward
 
@@ -69,9 +71,14 @@ class Frame:
             return tensor  # type: ignore[return-value]
         if tensor._version != self.versions[slot]:  # type: ignore[union-attr]
             raise self.walk.edited_after_save(self, slot, tensor)  # type: ignore[arg-type]
-        if not self.walk.asked_again:
+        if not (self.kept or self.walk.asked_again):
             store[slot] = None  # type: ignore[index]  # autograd asks once: free it now, not when the update is over
         return tensor  # type: ignore[return-value]
+
+    def keep(self, saved: list[Tensor]) -> None:
+        self.store = [tensor.detach() for tensor in saved]
+        self.versions = [tensor._version for tensor in saved]
+        self.kept = True
 
 
 class Recount:
@@ -89,6 +96,8 @@ class Recount:
         return len(self.versions) - 1
 
     def unpack(self, slot: int) -> Tensor:
+        if slot >= len(self.store):
+            raise errors.stale_activation()
         return self.store[slot]
 
 
@@ -106,6 +115,7 @@ class Walk:
         self.at: int | None = None
         self.state: State = {}
         self.anchor: tuple[int, Vault | State] | None = None
+        self.anchor_versions: list[int] = []
         self.newest = -1  # no frame after this one is alive
         self.asked_again = False  # `ctx.saved_tensors` was read twice: free nothing before the update is over
 
@@ -139,18 +149,22 @@ class Walk:
             assert frame.store is not None
             return frame.store
 
-    def reach(self, index: int, _: object = None) -> None:
-        """Walk back until update `index` is undone.
+    def reach(self, index: int) -> None:
+        """Walk back until update `index` is undone."""
+        if self.at is None or self.at < index:
+            self.begin_again(index)
+        while self.at > index:  # type: ignore[operator]
+            self.step_back()
+
+    def arrive(self, index: int, _: object) -> None:
+        """A hook, run when backward arrives at the output of update `index`.
 
         [Note: an optimizer inside backward] Usually the walk waits until a saved tensor is asked for. But a function that ends
-        in `+ bias` has the bias's gradient before that, and a hook may already step the bias that the recompute needs. So
-        for functions with such hooks, this is itself a hook, run when backward arrives at their output.
+        in `+ bias` has the bias's gradient before that, and a hook may already step the bias that the recompute needs.
         """
         with self.lock:
-            if self.at is None or self.at < index:
-                self.begin_again(index)
-            while self.at > index:  # type: ignore[operator]
-                self.step_back()
+            if self.at is not None or self.anchor is not None:  # else nothing of this call is asked for again
+                self.reach(index)
 
     def begin_again(self, index: int) -> None:
         """Go back to the anchor."""
@@ -162,6 +176,8 @@ class Walk:
         if isinstance(state, Vault):
             leaves = iter(state.open("a stream that was returned"))
             state = {name: [next(leaves) for _ in range(count)] for name, count in self.counts.items()}
+        elif versions_of(state) != self.anchor_versions:
+            raise errors.edited_output(f"backward through {place(self.program, index)}", "a stream or an aux output")
         self.state, self.at = aliases(state), at
         self.arguments.close()
 
@@ -177,7 +193,7 @@ class Walk:
         if self.newest < self.at:
             self.anchor = None
         elif self.anchor is None:
-            self.anchor = self.at, aliases(self.state)
+            self.anchor, self.anchor_versions = (self.at, aliases(self.state)), versions_of(self.state)
         self.recompute(self.at - 1, undo=True)
 
     def leave(self) -> None:
@@ -190,12 +206,13 @@ class Walk:
     def recompute(self, index: int, undo: bool) -> None:
         """Run update `index` again and give its frame what autograd saves. With `undo`, also take it out of its target."""
         record, step, state = self.records[index], self.program[index], self.state
+        scene, cast = self.scene, self.scene.casts[index]
         target, needs_grad = step.target, iter(record.grads)
         target_needs_grad = [next(needs_grad) for _ in state[target]]
         recount = Recount()
         try:
             with (
-                Replay(self.scene, index, record.random, record.buffers, self.program),
+                Replay(scene, cast, record.versions, record.random, record.buffers, lambda: place(self.program, index)),
                 saved_tensors_hooks(recount.pack, recount.unpack),
             ):
                 parts = record.kept
@@ -264,6 +281,10 @@ def is_unshared(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2
 
 
+def versions_of(state: State) -> list[int]:
+    return [leaf._version for leaves in state.values() for leaf in leaves]
+
+
 def aliases(state: State) -> State:
     """The same memory in tensors of their own, outside the graph: `is_unshared` counts tensors, not names for one."""
     return {name: [leaf.detach() for leaf in leaves] for name, leaves in state.items()}
@@ -319,7 +340,9 @@ class Arguments:
     def open(self) -> dict[str, Any]:
         if not self.is_open:
             assert self.vault is not None
-            for slot, tensor in zip(self.slots, self.vault.open("a tensor in a keyword argument")):
-                self.leaves[slot] = tensor
+            tensors = self.vault.open("a tensor in a keyword argument")
+            views = {id(t): leaf_views([t], iter([t.requires_grad]))[0] for t in tensors}  # one tensor stays one
+            for slot, tensor in zip(self.slots, tensors):
+                self.leaves[slot] = views[id(tensor)]
             self.is_open = True
         return unflatten(self.leaves, self.spec)
