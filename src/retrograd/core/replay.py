@@ -91,7 +91,8 @@ class Cast:
     def __init__(self, *functions: Any) -> None:
         self.modules = modules = modules_of(*functions)
         self.training = [m.training for m in modules]
-        self.slots = [(d, k, v) for m in modules for d in (m._parameters, m._modules) for k, v in d.items() if v is not None]
+        dicts = [d for m in modules for d in (m._parameters, m._modules) if isinstance(d, dict)]  # TorchScript has others
+        self.slots = [(d, name, value) for d in dicts for name, value in d.items() if value is not None]
         self.parameters: list[Tensor] = [value for _, _, value in self.slots if isinstance(value, Tensor)]
         self.versions = [p._version for p in self.parameters]
         self.flags = [p.requires_grad for p in self.parameters]
