@@ -187,9 +187,6 @@ def test_shared_frozen_and_unused_parameters(results, model, memory):
     assert_trains(results[f"{model}-{memory}"], plain_training(**MODELS[model]))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="recomputed after FSDP is done with the function: left unsharded, or a DTensor in recompute"
-)
 @pytest.mark.parametrize("memory", REVERSED)
 @pytest.mark.parametrize("place", ["f-and-g", "blocks"])
 def test_a_function_that_saves_nothing(results, place, memory):

@@ -35,7 +35,8 @@ from retrograd.core import errors
 
 
 class _Local(threading.local):
-    depth = 0  # recomputes under way in this thread, one inside the other
+    def __init__(self) -> None:
+        self.depth = 0  # recomputes under way in this thread, one inside the other
 
 
 _local = _Local()

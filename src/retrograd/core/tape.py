@@ -88,9 +88,10 @@ class Tape(Run):
             self.sample_bytes.append(activation_bytes(saved))
         self.walk.records.append(record)
         self.walk.frames.append(weakref.ref(frame))
-        if cast.steps_in_backward:
-            for node in {leaf.grad_fn for leaf in updated if leaf.grad_fn is not None}:
-                node.register_prehook(functools.partial(self.walk.arrive, index))
+        if cast.parameters and (cast.steps_in_backward or not saved):
+            for node in {out.grad_fn or y.grad_fn for y, outs in zip(updated, parts) for out in outs}:
+                if node is not None:
+                    node.register_prehook(functools.partial(self.walk.arrive, index))
         state[step.target] = updated
         self.aux += aux
         self.index += 1

@@ -160,7 +160,8 @@ class Walk:
         """A hook, run when backward arrives at the output of update `index`.
 
         [Note: an optimizer inside backward] Usually the walk waits until a saved tensor is asked for. But a function that ends
-        in `+ bias` has the bias's gradient before that, and a hook may already step the bias that the recompute needs.
+        in `+ bias` has the bias's gradient before that, and a hook may already step the bias that the recompute needs. And
+        a function that saves nothing is not asked at all: FSDP would have put its parameters away before it is undone.
         """
         with self.lock:
             if self.at is not None or self.anchor is not None:  # else nothing of this call is asked for again
