@@ -18,13 +18,14 @@ raise.
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import operator
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from ctypes import string_at
 from typing import Any
 
 import torch
@@ -71,38 +72,19 @@ Buffers = list[tuple[nn.Module, str, Any, "int | None"]]
 
 
 class Cast:
-    """What a function consists of, as a call finds it.
+    """What a function consists of: its modules and parameters, and the versions of these when it last ran."""
 
-    Taken for all updates in one go: between the updates the same work would cost ten times as much.
-    """
+    __slots__ = ("counts", "first_module", "first_parameter", "modules", "owners", "parameters", "steps_in_backward", "versions")
 
-    __slots__ = (
-        "counts",
-        "flags",
-        "generators",
-        "modules",
-        "owners",
-        "parameters",
-        "slots",
-        "steps_in_backward",
-        "training",
-        "versions",
-    )
-
-    def __init__(self, *functions: Any) -> None:
-        self.modules = modules = modules_of(*functions)
-        self.training = [m.training for m in modules]
-        dicts = [d for m in modules for d in (m._parameters, m._modules) if isinstance(d, dict)]  # TorchScript has others
-        self.slots = [(d, name, value) for d in dicts for name, value in d.items() if value is not None]
-        self.parameters: list[Tensor] = [value for _, _, value in self.slots if isinstance(value, Tensor)]
-        self.versions = [p._version for p in self.parameters]
-        self.flags = [p.requires_grad for p in self.parameters]
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules = modules
+        self.parameters = parameters = [p for m in modules if m._parameters for p in m._parameters.values() if p is not None]
+        self.versions = [p._version for p in parameters]
         # Whether a parameter may be stepped as soon as its gradient is there: [Note: an optimizer inside backward]. The
         # attribute is private; a public `Tensor.has_post_accumulate_grad_hook()` would replace it.
-        self.steps_in_backward = any(p._post_accumulate_grad_hooks for p in self.parameters)
+        self.steps_in_backward = any([p._post_accumulate_grad_hooks for p in parameters])  # noqa: C419  a list is faster
         self.counts = [len(m._buffers) for m in modules]
-        self.owners = [m for m in modules if m._buffers]
-        self.generators = [v for m in modules for v in m.__dict__.values() if isinstance(v, torch.Generator)]
+        self.owners = [m for m in modules if m._buffers] if any(self.counts) else []
 
     def buffers(self) -> list[tuple[nn.Module, str, Tensor | None, int, Tensor | None]]:
         """The buffers that the function is about to see: whose, name, object, version, and a copy unless it is constant."""
@@ -150,7 +132,10 @@ class Cast:
 
 
 class Scene:
-    """What one forward call sees: the cast of each update, the generators in play, and autocast."""
+    """What one forward call sees: the cast of each update, all their modules' states, the generators in play, and autocast.
+
+    Taken in a few tight loops over everything: the same work done between the updates would cost several times as much.
+    """
 
     def __init__(self, tensors: Iterable[Tensor], arguments: list[Any], functions: Iterable[tuple[Any, ...]]) -> None:
         given = [value for value in arguments if isinstance(value, nn.Module)]
@@ -158,8 +143,18 @@ class Scene:
         self.casts = []
         for fns in functions:
             key = tuple(map(id, fns))
-            cast = casts.get(key) or casts.setdefault(key, Cast(*fns, *given))
-            self.casts.append(cast)
+            if key not in casts:
+                casts[key] = Cast(modules_of(*fns, *given))
+            self.casts.append(casts[key])
+        self.modules, self.parameters = modules, parameters = [], []
+        for cast in casts.values():
+            cast.first_module, cast.first_parameter = len(modules), len(parameters)
+            modules += cast.modules
+            parameters += cast.parameters
+        self.training = [m.training for m in modules]
+        self.flags = [p.requires_grad for p in parameters]
+        self.slots = [slot for m in modules for slot in (m._parameters, m._modules)]
+        self.held = [tuple(slot.values()) if slot else () for slot in self.slots]
         devices = {tensor.device for tensor in tensors}
         default = torch.default_generator
         self.generators: list[tuple[Callable[[], Tensor], Callable[[Tensor], Any]]] = [(default.get_state, default.set_state)]
@@ -169,11 +164,22 @@ class Scene:
                 put = functools.partial(module.set_rng_state, device=device)
                 self.generators.append((functools.partial(module.get_rng_state, device), put))
         own = [value for value in arguments if isinstance(value, torch.Generator)]
-        own += [generator for cast in casts.values() for generator in cast.generators]
+        users = [m for m in modules if m.__class__.__module__[:8] != "torch.nn"]  # torch's modules have no generators
+        own += [value for m in users for value in m.__dict__.values() if type(value) is torch.Generator]
         self.generators += [(g.get_state, g.set_state) for g in {id(g): g for g in own}.values()]
         kinds = sorted({"cpu", *(device.type for device in devices)})
         self.kinds = [kind for kind in kinds if torch.amp.is_autocast_available(kind)]
         self.autocast = self.autocast_now()
+
+    def is_present(self) -> bool:
+        """Whether nothing but random states and buffers has to be put back. Asked once a walk."""
+        if self.autocast_now() != self.autocast or [m.training for m in self.modules] != self.training:
+            return False
+        if [p.requires_grad for p in self.parameters] != self.flags:
+            return False
+        return all(
+            len(s) == len(values) and all(map(operator.is_, s.values(), values)) for s, values in zip(self.slots, self.held)
+        )
 
     def autocast_now(self) -> list[tuple[torch.dtype, bool] | None]:
         """For each kind of device: None, or the dtype and whether casts of weights are cached."""
@@ -184,8 +190,8 @@ class Scene:
 
     def random_states(self) -> list[bytes]:
         """The state of each generator. As bytes, because comparing them takes a tenth of comparing tensors."""
-        states = [get() for get, _ in self.generators]  # on the CPU, whatever device the generator is for
-        return [ctypes.string_at(state.data_ptr(), state.nbytes) for state in states]
+        # States are on the CPU, whatever device the generator is for.
+        return [string_at(state.data_ptr(), state.nbytes) for state in [get() for get, _ in self.generators]]
 
     def set_random_states(self, states: list[bytes]) -> None:
         for (_, put), state in zip(self.generators, states):
@@ -207,51 +213,49 @@ class Replay:
         versions: list[int],
         random: list[bytes] | None,
         buffers: Buffers,
+        is_present: bool,
         where: Callable[[], str],
     ) -> None:
         if [p._version for p in cast.parameters] != versions:
             check_parameters(cast, versions, where)
-        autocast = scene.autocast_now()
-        differs = autocast != scene.autocast or [m.training for m in cast.modules] != cast.training
-        differs = differs or random is not None or [p.requires_grad for p in cast.parameters] != cast.flags
-        slots = [(d, name, value) for d, name, value in cast.slots if d.get(name) is not value]
-        moved = []
-        for module, name, value, version in buffers:
+        for _, name, value, version in buffers:
             if version is not None and value._version != version:
                 raise errors.edited_buffer(where(), name, (version, value._version))
-            if version is None or module._buffers.get(name) is not value:
-                moved.append((module, name, value, version))
-        self.undo = self.restore(scene, cast, autocast, slots, moved, random) if differs or slots or moved else None
+        usual = is_present and random is None and not buffers
+        self.undo = None if usual else self.restore(scene, cast, random, buffers)
 
     @staticmethod
-    def restore(scene: Scene, cast: Cast, autocast: Any, slots: Any, buffers: Buffers, random: list[bytes] | None) -> ExitStack:
+    def restore(scene: Scene, cast: Cast, random: list[bytes] | None, buffers: Buffers) -> ExitStack:
         """Put back what differs; what brings the present back is returned."""
         with ExitStack() as undo:
-            for kind, then, now in zip(scene.kinds, scene.autocast, autocast):
+            for kind, then, now in zip(scene.kinds, scene.autocast, scene.autocast_now()):
                 if then != now:
                     dtype, cache = then or (None, None)
                     undo.enter_context(torch.autocast(kind, enabled=then is not None, dtype=dtype, cache_enabled=cache))
-            for module, flag in zip(cast.modules, cast.training):
+            start, end = cast.first_module, cast.first_module + len(cast.modules)
+            for module, flag in zip(cast.modules, scene.training[start:end]):
                 if module.training != flag:
                     undo.callback(setattr, module, "training", module.training)
                     module.training = flag
-            for slot, name, value in slots:
-                now = slot.get(name)
-                # FSDP swaps sharded and unsharded parameters, and has the right ones in place: only plain tensors are put back.
-                if isinstance(value, nn.Module) or {type(value), type(now)} <= {Tensor, nn.Parameter}:
-                    undo.callback(_put, slot, name, now)
-                    slot[name] = value
-            for parameter, flag in zip(cast.parameters, cast.flags):
-                if parameter.requires_grad != flag:
+            for slot, values in zip(scene.slots[2 * start : 2 * end], scene.held[2 * start : 2 * end]):
+                for (name, now), value in zip(list(slot.items()), values):
+                    # FSDP swaps sharded and unsharded parameters, and has the right ones in place: put back plain tensors only.
+                    if now is not value and (isinstance(value, nn.Module) or {type(value), type(now)} <= {Tensor, nn.Parameter}):
+                        undo.callback(_put, slot, name, now)
+                        slot[name] = value
+            for parameter, flag in zip(cast.parameters, scene.flags[cast.first_parameter :]):
+                if parameter.requires_grad != flag and parameter.is_leaf:
                     undo.callback(parameter.requires_grad_, not flag)
                     parameter.requires_grad_(flag)
             # Buffers are swapped, not overwritten: the present object is never touched, so no version counter moves.
             copies: dict[int, Tensor] = {}
             for module, name, value, version in buffers:
-                undo.callback(_put, module._buffers, name, module._buffers.get(name, MISSING))
+                now = module._buffers.get(name, MISSING)
                 if version is None and isinstance(value, Tensor):
                     value = copies.setdefault(id(value), value.clone())
-                _put(module._buffers, name, value)
+                if now is not value:
+                    undo.callback(_put, module._buffers, name, now)
+                    _put(module._buffers, name, value)
             if random is not None:
                 undo.callback(scene.set_random_states, scene.random_states())
                 scene.set_random_states(random)
@@ -287,19 +291,26 @@ def check_parameters(cast: Cast, versions: list[int], where: Callable[[], str]) 
 def modules_of(*functions: Any) -> list[nn.Module]:
     """Every module inside the given callables. Written out because `nn.Module.modules()` builds names nobody needs here."""
     found = [function for function in functions if isinstance(function, nn.Module)]
-    hidden, seen = [function for function in functions if not isinstance(function, nn.Module)], set()
-    for value in hidden:  # a lambda, a method, a partial: look at what it was made of. Grows while it is walked.
+    if len(found) < len(functions):
+        found += hidden_modules([function for function in functions if not isinstance(function, nn.Module)])
+    for module in found:  # grows while it is walked
+        if module._modules:
+            found.extend([child for child in module._modules.values() if child is not None])
+    return found
+
+
+def hidden_modules(values: list[Any]) -> list[nn.Module]:
+    """The modules that a lambda, a method, a partial or a callable object was made of."""
+    found, seen = [], set()
+    for value in values:  # grows while it is walked
         if isinstance(value, nn.Module):
             found.append(value)
         elif callable(value) and not isinstance(value, type) and id(value) not in seen:
             seen.add(id(value))
-            hidden += [getattr(value, "__self__", None), *(getattr(value, "__defaults__", None) or ())]
-            hidden += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != _EMPTY]
-            hidden += [value.func, *value.args, *value.keywords.values()] if isinstance(value, functools.partial) else ()
-            hidden += list(getattr(value, "__dict__", {}).values())
-    for module in found:  # grows too
-        if module._modules:
-            found.extend(child for child in module._modules.values() if child is not None)
+            values += [getattr(value, "__self__", None), *(getattr(value, "__defaults__", None) or ())]
+            values += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != _EMPTY]
+            values += [value.func, *value.args, *value.keywords.values()] if isinstance(value, functools.partial) else ()
+            values += list(getattr(value, "__dict__", {}).values())
     return found
 
 

@@ -39,7 +39,9 @@ class Tape(Run):
         self.untried = {id(step.coupling) for step in program if not isinstance(step.coupling, TRUSTED)}
         arguments, _ = flatten(keywords)
         leaves = (leaf for values in self.state.values() for leaf in values)
-        self.scene = Scene(leaves, arguments, ((step.fn, step.coupling) for step in program))
+        # A coupling of ours has no state; a user's own may be a module.
+        functions = ((step.fn,) if isinstance(step.coupling, TRUSTED) else (step.fn, step.coupling) for step in program)
+        self.scene = Scene(leaves, arguments, functions)
         self.walk = Walk(program, self.specs, self.scene, Arguments(keywords))
 
     def enter(self, state: State) -> None:
@@ -56,19 +58,19 @@ class Tape(Run):
             self.seal()
         if self.sealed:
             return super().update(step)
-        state, target, scene = self.state, self.state[step.target], self.scene
+        state, specs, walk = self.state, self.specs, self.walk
+        target = state[step.target]
         leaves = target + [leaf for name in step.reads for leaf in state[name]]
         versions = [leaf._version for leaf in leaves]
-        record, frame = Record(), Frame(self.walk, index)
+        record, frame, cast = Record(), Frame(walk, index), self.scene.casts[index]
         record.grads = [leaf.requires_grad for leaf in leaves]
-        cast = scene.casts[index]
         record.versions = cast.versions
-        seen = cast.buffers() if cast.owners else []
-        record.random = self.walk.note_random()
+        seen = cast.buffers() if cast.owners else ()
+        record.random = walk.note_random()
         try:
             with saved_tensors_hooks(frame.pack, frame.unpack):
-                reads = [unflatten(state[name], self.specs[name]) for name in step.reads]
-                parts, aux = fit(call(step, reads, self.keywords), self.program, index, target, self.specs[step.target])
+                reads = [unflatten(state[name], specs[name]) for name in step.reads]
+                parts, aux = fit(call(step, reads, self.keywords), self.program, index, target, specs[step.target])
                 record.by_fn = len(frame.store)  # type: ignore[arg-type]
                 updated = couple(step, target, parts)
         finally:
@@ -86,12 +88,12 @@ class Tape(Run):
             frame.keep(saved)
         if index in self.sample:
             self.sample_bytes.append(activation_bytes(saved))
-        self.walk.records.append(record)
-        self.walk.frames.append(weakref.ref(frame))
+        walk.records.append(record)
+        walk.frames.append(weakref.ref(frame))
         if cast.parameters and (cast.steps_in_backward or not saved):
             for node in {out.grad_fn or y.grad_fn for y, outs in zip(updated, parts) for out in outs}:
                 if node is not None:
-                    node.register_prehook(functools.partial(self.walk.arrive, index))
+                    node.register_prehook(functools.partial(walk.arrive, index))
         state[step.target] = updated
         self.aux += aux
         self.index += 1

@@ -14,10 +14,11 @@ A walk belongs to one forward call. Several may be under way at once, in any ord
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Frame:
     def __init__(self, walk: Walk, index: int) -> None:
         self.walk = walk
         self.index = index
-        self.kept = False  # for good: the function cannot run again
+        self.kept = False  # for more than one answer: the function cannot run again, or it was asked twice
         self.store: list[Tensor | None] | None = []  # what autograd saved: while the function runs, and again in backward
         self.versions: list[int] | None = None  # theirs; set in backward
 
@@ -63,7 +64,7 @@ class Frame:
 
     def unpack(self, slot: int) -> Tensor:
         store = self.store
-        tensor = store[slot] if store is not None else None
+        tensor = None if store is None else store[slot]
         if tensor is None:
             store = self.walk.refill(self, slot)
             tensor = store[slot]
@@ -71,7 +72,7 @@ class Frame:
             return tensor  # type: ignore[return-value]
         if tensor._version != self.versions[slot]:  # type: ignore[union-attr]
             raise self.walk.edited_after_save(self, slot, tensor)  # type: ignore[arg-type]
-        if not (self.kept or self.walk.asked_again):
+        if not self.kept:
             store[slot] = None  # type: ignore[index]  # autograd asks once: free it now, not when the update is over
         return tensor  # type: ignore[return-value]
 
@@ -117,7 +118,7 @@ class Walk:
         self.anchor: tuple[int, Vault | State] | None = None
         self.anchor_versions: list[int] = []
         self.newest = -1  # no frame after this one is alive
-        self.asked_again = False  # `ctx.saved_tensors` was read twice: free nothing before the update is over
+        self.is_present = False  # whether the scene of forward is still the present one: see Scene.is_present
 
     # --- called by the tape, in forward
 
@@ -142,9 +143,10 @@ class Walk:
         """What an update saved, made again."""
         with self.lock:
             if frame.store is None or frame.store[slot] is None:  # else another thread was faster
-                self.asked_again = self.at == frame.index and frame.store is not None
+                # `ctx.saved_tensors` may be read twice: run the update once more, and this time free nothing before it is over.
+                frame.kept = self.at == frame.index and frame.store is not None
                 self.reach(frame.index)
-                if frame.store is None or self.asked_again:  # the walk began here, or has been here before
+                if frame.store is None or frame.kept:  # the walk began here, or has been here before
                     self.recompute(frame.index, undo=False)
             assert frame.store is not None
             return frame.store
@@ -180,6 +182,7 @@ class Walk:
         elif versions_of(state) != self.anchor_versions:
             raise errors.edited_output(f"backward through {place(self.program, index)}", "a stream or an aux output")
         self.state, self.at = aliases(state), at
+        self.is_present = self.scene.is_present()
         self.arguments.close()
 
     def step_back(self) -> None:
@@ -202,26 +205,27 @@ class Walk:
         if self.at is not None and self.at < len(self.frames):
             frame = self.frames[self.at]()
             if frame is not None and self.records[self.at].kept is None:
-                frame.store = None
+                frame.store, frame.kept = None, False
 
     def recompute(self, index: int, undo: bool) -> None:
         """Run update `index` again and give its frame what autograd saves. With `undo`, also take it out of its target."""
-        record, step, state = self.records[index], self.program[index], self.state
-        scene, cast = self.scene, self.scene.casts[index]
-        target, needs_grad = step.target, iter(record.grads)
+        record, step, state, specs = self.records[index], self.program[index], self.state, self.specs
+        target, scene = step.target, self.scene
+        needs_grad = iter(record.grads)
         target_needs_grad = [next(needs_grad) for _ in state[target]]
-        recount = Recount()
+        recount, where = Recount(), functools.partial(place, self.program, index)
         try:
             with (
-                Replay(scene, cast, record.versions, record.random, record.buffers, lambda: place(self.program, index)),
+                Replay(scene, scene.casts[index], record.versions, record.random, record.buffers, self.is_present, where),
                 saved_tensors_hooks(recount.pack, recount.unpack),
             ):
                 parts = record.kept
                 if parts is None:
-                    reads = [unflatten(leaf_views(state[name], needs_grad), self.specs[name]) for name in step.reads]
+                    reads = [unflatten(leaf_views(state[name], needs_grad), specs[name]) for name in step.reads]
                     output = call(step, reads, self.arguments.open() if step.keywords else {})
-                    self.compare(recount, index, record.saved[: record.by_fn])
-                    parts, _ = fit(output, self.program, index, state[target], self.specs[target])
+                    then = record.saved
+                    compare(recount, then if len(then) == record.by_fn else then[: record.by_fn], where)
+                    parts, _ = fit(output, self.program, index, state[target], specs[target])
                     del output, reads
                 if undo:
                     self.at = None  # an interrupt from here on leaves no half-undone state to go on from
@@ -231,23 +235,24 @@ class Walk:
                     self.at = index
                 if len(record.saved) > record.by_fn and record.kept is None:
                     couple(step, leaf_views(state[target], iter(target_needs_grad)), parts)
-                    self.compare(recount, index, record.saved)
+                    compare(recount, record.saved, where)
         finally:
             saved, recount.store = recount.store, []  # they refer to the recomputed graph, and that to `recount`
         frame = self.frames[index]()
         if frame is not None and record.kept is None:
             frame.store, frame.versions = saved, recount.versions  # type: ignore[assignment]
 
-    def compare(self, recount: Recount, index: int, then: list[Meta]) -> None:
-        """Raise unless what forward saved was saved again, and nothing else."""
-        now = list(map(meta, recount.store))
-        if now != then:
-            raise errors.other_recompute(place(self.program, index), then, now)
-
     def edited_after_save(self, frame: Frame, slot: int, tensor: Tensor) -> errors.RetrogradError:
         assert frame.versions is not None
         versions = frame.versions[slot], tensor._version
         return errors.edited_after_save(place(self.program, frame.index), describe(tensor), versions)
+
+
+def compare(recount: Recount, then: list[Meta], where: Callable[[], str]) -> None:
+    """Raise unless what forward saved was saved again, and nothing else."""
+    now = list(map(meta, recount.store))
+    if now != then:
+        raise errors.other_recompute(where(), then, now)
 
 
 def leaf_views(leaves: Leaves, needs_grad: Iterator[bool]) -> Leaves:
