@@ -74,23 +74,20 @@ Buffers = list[tuple[nn.Module, str, Any, "int | None"]]
 class Cast:
     """What a function consists of: its modules and parameters, and the versions of these when it last ran."""
 
-    __slots__ = ("counts", "first_module", "first_parameter", "modules", "owners", "parameters", "steps_in_backward", "versions")
+    __slots__ = ("counts", "first_module", "first_parameter", "modules", "owners", "parameters", "versions")
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.modules = modules
-        self.parameters = parameters = [p for m in modules if m._parameters for p in m._parameters.values() if p is not None]
-        self.versions = [p._version for p in parameters]
-        # Whether a parameter may be stepped as soon as its gradient is there: [Note: an optimizer inside backward]. The
-        # attribute is private; a public `Tensor.has_post_accumulate_grad_hook()` would replace it.
-        self.steps_in_backward = any([p._post_accumulate_grad_hooks for p in parameters])  # noqa: C419  a list is faster
+        self.parameters = [p for m in modules if m._parameters for p in m._parameters.values() if p is not None]
+        self.versions = [p._version for p in self.parameters]
         self.counts = [len(m._buffers) for m in modules]
-        self.owners = [m for m in modules if m._buffers] if any(self.counts) else []
+        self.owners = [m for m in modules if m._buffers] if any(self.counts) else None
 
     def buffers(self) -> list[tuple[nn.Module, str, Tensor | None, int, Tensor | None]]:
         """The buffers that the function is about to see: whose, name, object, version, and a copy unless it is constant."""
         seen = []
         copies: dict[int, Tensor] = {}  # a buffer may be registered in several modules
-        for module in self.owners:
+        for module in self.owners or ():
             known = _constant.get(module, ())
             for name, buffer in module._buffers.items():
                 if buffer is None or buffer.is_inference():
@@ -153,6 +150,9 @@ class Scene:
             parameters += cast.parameters
         self.training = [m.training for m in modules]
         self.flags = [p.requires_grad for p in parameters]
+        # Whether parameters may be stepped as soon as their gradients are there: [Note: an optimizer inside backward]. The
+        # attribute is private; a public `Tensor.has_post_accumulate_grad_hook()` would replace it.
+        self.steps_in_backward = any([p._post_accumulate_grad_hooks for p in parameters])  # noqa: C419  a list is faster
         self.slots = [slot for m in modules for slot in (m._parameters, m._modules)]
         self.held = [tuple(slot.values()) if slot else () for slot in self.slots]
         devices = {tensor.device for tensor in tensors}
@@ -190,8 +190,11 @@ class Scene:
 
     def random_states(self) -> list[bytes]:
         """The state of each generator. As bytes, because comparing them takes a tenth of comparing tensors."""
-        # States are on the CPU, whatever device the generator is for.
-        return [string_at(state.data_ptr(), state.nbytes) for state in [get() for get, _ in self.generators]]
+        states = []
+        for get, _ in self.generators:
+            state = get()  # on the CPU, whatever device the generator is for
+            states.append(string_at(state.data_ptr(), state.nbytes))
+        return states
 
     def set_random_states(self, states: list[bytes]) -> None:
         for (_, put), state in zip(self.generators, states):
@@ -216,13 +219,15 @@ class Replay:
         is_present: bool,
         where: Callable[[], str],
     ) -> None:
+        self.undo = None
         if [p._version for p in cast.parameters] != versions:
             check_parameters(cast, versions, where)
+        if is_present and random is None and not buffers:
+            return
         for _, name, value, version in buffers:
             if version is not None and value._version != version:
                 raise errors.edited_buffer(where(), name, (version, value._version))
-        usual = is_present and random is None and not buffers
-        self.undo = None if usual else self.restore(scene, cast, random, buffers)
+        self.undo = self.restore(scene, cast, random, buffers)
 
     @staticmethod
     def restore(scene: Scene, cast: Cast, random: list[bytes] | None, buffers: Buffers) -> ExitStack:

@@ -63,7 +63,7 @@ class Tape(Run):
         leaves = target + [leaf for name in step.reads for leaf in state[name]]
         versions = [leaf._version for leaf in leaves]
         record, frame, cast = Record(), Frame(walk, index), self.scene.casts[index]
-        record.grads = [leaf.requires_grad for leaf in leaves]
+        record.needs_grad = [leaf.requires_grad for leaf in leaves]
         record.versions = cast.versions
         seen = cast.buffers() if cast.owners else ()
         record.random = walk.note_random()
@@ -90,7 +90,7 @@ class Tape(Run):
             self.sample_bytes.append(activation_bytes(saved))
         walk.records.append(record)
         walk.frames.append(weakref.ref(frame))
-        if cast.parameters and (cast.steps_in_backward or not saved):
+        if cast.parameters and (self.scene.steps_in_backward or not saved):
             for node in {out.grad_fn or y.grad_fn for y, outs in zip(updated, parts) for out in outs}:
                 if node is not None:
                     node.register_prehook(functools.partial(walk.arrive, index))

@@ -37,7 +37,7 @@ meta = operator.attrgetter("shape", "dtype")
 class Record:
     """What is remembered of one update: enough to run it again the same way, and to see whether it did."""
 
-    grads: list[bool]  # of the target's leaves and then of each read's: [Note: why reads keep requires_grad]
+    needs_grad: list[bool]  # of the target's leaves and then of each read's: [Note: why reads keep requires_grad]
     random: list[bytes] | None  # random states before it ran, if it drew
     buffers: Buffers  # what it saw of them
     versions: list[int]  # of its parameters
@@ -141,13 +141,14 @@ class Walk:
 
     def refill(self, frame: Frame, slot: int) -> list[Tensor | None]:
         """What an update saved, made again."""
+        index = frame.index
         with self.lock:
             if frame.store is None or frame.store[slot] is None:  # else another thread was faster
                 # `ctx.saved_tensors` may be read twice: run the update once more, and this time free nothing before it is over.
-                frame.kept = self.at == frame.index and frame.store is not None
-                self.reach(frame.index)
+                frame.kept = self.at == index and frame.store is not None
+                self.reach(index)
                 if frame.store is None or frame.kept:  # the walk began here, or has been here before
-                    self.recompute(frame.index, undo=False)
+                    self.recompute(index, undo=False)
             assert frame.store is not None
             return frame.store
 
@@ -210,37 +211,31 @@ class Walk:
     def recompute(self, index: int, undo: bool) -> None:
         """Run update `index` again and give its frame what autograd saves. With `undo`, also take it out of its target."""
         record, step, state, specs = self.records[index], self.program[index], self.state, self.specs
-        target, scene = step.target, self.scene
-        needs_grad = iter(record.grads)
-        target_needs_grad = [next(needs_grad) for _ in state[target]]
+        scene, target, saved, by_fn = self.scene, step.target, record.saved, record.by_fn
         recount, where = Recount(), functools.partial(place, self.program, index)
+        replay = Replay(scene, scene.casts[index], record.versions, record.random, record.buffers, self.is_present, where)
         try:
-            with (
-                Replay(scene, scene.casts[index], record.versions, record.random, record.buffers, self.is_present, where),
-                saved_tensors_hooks(recount.pack, recount.unpack),
-            ):
+            with replay, saved_tensors_hooks(recount.pack, recount.unpack):
                 parts = record.kept
                 if parts is None:
-                    reads = [unflatten(leaf_views(state[name], needs_grad), specs[name]) for name in step.reads]
+                    flags = iter(record.needs_grad[len(state[target]) :])
+                    reads = [unflatten(leaf_views(state[name], flags), specs[name]) for name in step.reads]
                     output = call(step, reads, self.arguments.open() if step.keywords else {})
-                    then = record.saved
-                    compare(recount, then if len(then) == record.by_fn else then[: record.by_fn], where)
+                    compare(recount, saved if len(saved) == by_fn else saved[:by_fn], where)
                     parts, _ = fit(output, self.program, index, state[target], specs[target])
                     del output, reads
                 if undo:
                     self.at = None  # an interrupt from here on leaves no half-undone state to go on from
-                    torch.set_grad_enabled(False)
                     state[target] = undone(step, state[target], parts)
-                    torch.set_grad_enabled(True)
                     self.at = index
-                if len(record.saved) > record.by_fn and record.kept is None:
-                    couple(step, leaf_views(state[target], iter(target_needs_grad)), parts)
-                    compare(recount, record.saved, where)
+                if len(saved) > by_fn and record.kept is None:
+                    couple(step, leaf_views(state[target], iter(record.needs_grad)), parts)
+                    compare(recount, saved, where)
         finally:
-            saved, recount.store = recount.store, []  # they refer to the recomputed graph, and that to `recount`
+            store, recount.store = recount.store, []  # they refer to the recomputed graph, and that to `recount`
         frame = self.frames[index]()
         if frame is not None and record.kept is None:
-            frame.store, frame.versions = saved, recount.versions  # type: ignore[assignment]
+            frame.store, frame.versions = store, recount.versions  # type: ignore[assignment]
 
     def edited_after_save(self, frame: Frame, slot: int, tensor: Tensor) -> errors.RetrogradError:
         assert frame.versions is not None
@@ -275,7 +270,10 @@ def undone(step: Step, leaves: Leaves, parts: Parts) -> Leaves:
     """The target before the update. Overwrites it where no one else can see it."""
     inverse = step.coupling.inverse
     in_place = getattr(step.coupling, "inverse_", inverse)
-    return [(in_place if is_unshared(y) else inverse)(y, *out) for y, out in zip(leaves, parts)]
+    torch.set_grad_enabled(False)
+    result = [(in_place if is_unshared(y) else inverse)(y, *out) for y, out in zip(leaves, parts)]
+    torch.set_grad_enabled(True)
+    return result
 
 
 def is_unshared(tensor: Tensor) -> bool:
