@@ -79,26 +79,26 @@ class Plain(nn.Module):
 
 
 def _revtorch(blocks: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
-    import revtorch
+    import revtorch  # type: ignore[import-not-found]
 
     return revtorch.ReversibleSequence(nn.ModuleList(revtorch.ReversibleBlock(f, g, split_along_dim=-1) for f, g in blocks))
 
 
 def _revlib(blocks: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
-    import revlib
+    import revlib  # type: ignore[import-not-found]
 
     return revlib.ReversibleSequential(*(fn for pair in blocks for fn in pair), split_dim=-1)
 
 
 def _memcnn(blocks: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
-    import memcnn
+    import memcnn  # type: ignore[import-not-found]
 
     couple = (memcnn.AdditiveCoupling(f, g, split_dim=-1) for f, g in blocks)
     return nn.Sequential(*(memcnn.InvertibleModuleWrapper(c, keep_input=False) for c in couple))
 
 
 def _reformer(blocks: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
-    from reformer_pytorch.reversible import ReversibleSequence
+    from reformer_pytorch.reversible import ReversibleSequence  # type: ignore[import-not-found]
 
     return ReversibleSequence(nn.ModuleList(nn.ModuleList(pair) for pair in blocks))
 
