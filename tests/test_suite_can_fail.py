@@ -32,13 +32,13 @@ def test_randomness_that_is_not_replayed(monkeypatch):
 
 
 def test_training_flags_that_are_not_replayed(monkeypatch):
-    original = replay.Cast.__init__
+    original = replay.Scene.__init__
 
     def forgetful(self, *args):
         original(self, *args)
         self.training = [False] * len(self.training)
 
-    monkeypatch.setattr(replay.Cast, "__init__", forgetful)
+    monkeypatch.setattr(replay.Scene, "__init__", forgetful)
     with pytest.raises((AssertionError, rg.RecomputeError)):
         test_independent_calls.test_backwards_in_any_order(CASE, (0, 1, 2))
 

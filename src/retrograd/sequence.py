@@ -15,7 +15,7 @@ from retrograd.core.memory import Keep, Reverse
 from retrograd.core.program import Run, Step, place
 from retrograd.core.streams import Duplicate, flatten_stream, unflatten
 from retrograd.core.tape import Tape
-from retrograd.core.updates import Additive, checked_coupling
+from retrograd.core.updates import Additive, Coupling
 from retrograd.routing import PairRoute, Route, by_update, check_all_taken
 
 _ADD = Additive()
@@ -59,7 +59,7 @@ class ReversibleSequence(nn.Module):
             raise TypeError(f"streams={streams!r}: pass rg.Duplicate(), rg.Split() or rg.AtRest().")
         self.streams = streams
         self.memory = _checked_memory(memory)
-        self.coupling = checked_coupling(coupling)
+        self.coupling = _checked_coupling(coupling)
         self.route = PairRoute(route, len(self.blocks))
 
     def extra_repr(self) -> str:
@@ -183,7 +183,7 @@ class Update(nn.Module):
         self.target = target
         self.fn = fn
         self.reads = tuple(reads)
-        self.coupling = checked_coupling(coupling)
+        self.coupling = _checked_coupling(coupling)
         self.route = route
 
     def extra_repr(self) -> str:
@@ -323,6 +323,17 @@ def _guard(state: dict[str, list[Tensor]], program: list[Step]) -> None:
         for leaf in state[name]:
             if leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(check)
+
+
+def _checked_coupling(coupling: Any) -> Coupling:
+    """`coupling`, or a `TypeError` that says what a coupling is."""
+    for method in ("forward", "inverse"):
+        if isinstance(coupling, type) or not callable(getattr(coupling, method, None)):
+            raise TypeError(
+                f"coupling={coupling!r} has no method {method!r}. A coupling is an instance with forward(x, out) and "
+                "inverse(y, out), such as rg.Additive(), rg.Affine(), rg.Momentum(0.9) or your own subclass of rg.Coupling."
+            )
+    return coupling
 
 
 def _checked_memory(memory: Any) -> Any:

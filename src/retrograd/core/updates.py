@@ -141,17 +141,6 @@ class Momentum(Coupling):
 TRUSTED = (Additive, Affine, Momentum)  # proven by the tests; a user's own coupling is tried on live data instead
 
 
-def checked_coupling(coupling: Any) -> Coupling:
-    """`coupling`, or a `TypeError` that says what a coupling is."""
-    for method in ("forward", "inverse"):
-        if isinstance(coupling, type) or not callable(getattr(coupling, method, None)):
-            raise TypeError(
-                f"coupling={coupling!r} has no method {method!r}. A coupling is an instance with forward(x, out) and "
-                "inverse(y, out), such as rg.Additive(), rg.Affine(), rg.Momentum(0.9) or your own subclass of rg.Coupling."
-            )
-    return coupling
-
-
 @dataclass(frozen=True)
 class WithAux:
     """What a function returns when it has more to say than its output.
