@@ -97,7 +97,7 @@ def test_every_device_that_holds_a_stream_is_replayed(monkeypatch):
 
     on_device = Tensor()
     on_device.device = device
-    scene = replay.Scene([on_device], [], [()])
+    scene = replay.Scene(replay.Structure([()]), [on_device], [])
     then = scene.random_states()
     states.append(states[0] + 1)  # the function draws
     with replay.Replay(scene, scene.casts[0], [], then, [], True, str):

@@ -353,3 +353,27 @@ def test_meta_tensors():
         stack = rg.ReversibleSequence([(nn.BatchNorm1d(4), nn.Linear(4, 4)) for _ in range(3)])
         stack(torch.empty(3, 4, requires_grad=True)).sum().backward()
     assert stack.blocks[0].g.weight.grad.is_meta
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_functions_that_save_nothing_in_a_retained_graph(memory):
+    """Found by fuzzing: nothing asks for them, so nothing keeps a state for them; and in a second backward none is needed."""
+
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return x + self.bias
+
+    results = []
+    for mode in ("keep", memory):
+        torch.manual_seed(0)
+        stack, x = rg.ReversibleSequence([(zoo.Mix(4), Shift()), (Shift(), Shift()), (Shift(), Shift())]).double(), rows()
+        stack.memory = zoo.MEMORY[mode]
+        y = stack(x)
+        for _ in range(3):
+            gradients = torch.autograd.grad(zoo.loss(y), [x, *stack.parameters()], retain_graph=True)
+        results.append(list(gradients))
+    assert zoo.worst(*results) < 1e-9

@@ -44,7 +44,7 @@ def test_training_flags_that_are_not_replayed(monkeypatch):
 
 
 def test_buffers_that_are_not_replayed(monkeypatch):
-    monkeypatch.setattr(replay.Cast, "changes", lambda self, seen: ([], True))
+    monkeypatch.setattr(replay.Scene, "changes", lambda self, cast, seen: ([], True))
     with pytest.raises(AssertionError):
         test_buffers.test_buffers_are_updated_once_and_replayed("counter", "reverse-all", False)
 

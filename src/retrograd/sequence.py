@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from retrograd.core import errors
 from retrograd.core.memory import Keep, Reverse
 from retrograd.core.program import Run, Step, place
+from retrograd.core.replay import Backstage
 from retrograd.core.streams import Duplicate, flatten_stream, unflatten
 from retrograd.core.tape import Tape
 from retrograd.core.updates import Additive, Coupling
@@ -59,6 +60,7 @@ class ReversibleSequence(nn.Module):
             raise TypeError(f"streams={streams!r}: pass rg.Duplicate(), rg.Split() or rg.AtRest().")
         self.streams = streams
         self.memory = _checked_memory(memory)
+        self._backstage = Backstage()
         self.coupling = _checked_coupling(coupling)
         self.route = PairRoute(route, len(self.blocks))
 
@@ -74,7 +76,7 @@ class ReversibleSequence(nn.Module):
         leaves, spec = flatten_stream(x, "the input")
         halves = [self.streams.split(leaf) for leaf in leaves]
         streams = {name: unflatten([half[i] for half in halves], spec) for i, name in enumerate(("x1", "x2"))}
-        run = new_run(self.memory, streams, kwargs, [step for steps in program for step in steps])
+        run = new_run(self, streams, kwargs, [step for steps in program for step in steps])
         x, leaves, halves, streams = None, (), (), {}  # from here on the run alone decides what stays alive
         for block, steps in zip(self.blocks, program):
             run.enter(block({name: list(leaves) for name, leaves in run.state.items()}, run, steps))
@@ -222,6 +224,7 @@ class Reversible(nn.Module):
                 raise TypeError(f"updates[{i}] is {update!r:.80}; write rg.Update(target, fn, reads=(...)).")
         self.updates = nn.ModuleList(updates)
         self.memory = _checked_memory(memory)
+        self._backstage = Backstage()
 
     def extra_repr(self) -> str:
         return f"memory={self.memory!r}"
@@ -232,7 +235,7 @@ class Reversible(nn.Module):
 
     def _forward(self, new_run: Callable[..., Run], streams: dict[str, Any], kwargs: dict[str, Any]) -> Any:
         program = self._program(streams, kwargs)
-        run = new_run(self.memory, streams, kwargs, program)
+        run = new_run(self, streams, kwargs, program)
         for step in program:
             run.update(step)
         result, state = run.streams(), run.state
@@ -288,7 +291,7 @@ def _is_recorded(memory: Any) -> bool:
 
 
 def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
-    return forward(lambda memory, streams, keywords, program: Run(streams, keywords, program), value, kwargs)
+    return forward(lambda module, streams, keywords, program: Run(streams, keywords, program), value, kwargs)
 
 
 # [Note: torch.compile] Forward and recompute must call the same callable, compiled or not, or they save different tensors. A
@@ -297,8 +300,8 @@ def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> A
 # `torch.compiler.disable`, except that it does not import the compiler (seconds) before it is needed.
 @torch._disable_dynamo
 def _recorded(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
-    def new_run(memory: Any, streams: dict[str, Any], keywords: dict[str, Any], program: list[Step]) -> Run:
-        return Tape(streams, keywords, program, memory.plan([step.target for step in program]))
+    def new_run(module: Any, streams: dict[str, Any], keywords: dict[str, Any], program: list[Step]) -> Run:
+        return Tape(streams, keywords, program, module.memory.plan([step.target for step in program]), module._backstage)
 
     return forward(new_run, value, kwargs)
 

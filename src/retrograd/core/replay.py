@@ -72,22 +72,113 @@ Buffers = list[tuple[nn.Module, str, Any, "int | None"]]
 
 
 class Cast:
-    """What a function consists of: its modules and parameters, and the versions of these when it last ran."""
+    """What one function consists of: its modules and parameters, and where these stand among all of its program's."""
 
-    __slots__ = ("counts", "first_module", "first_parameter", "modules", "owners", "parameters", "versions")
+    __slots__ = ("first_held", "first_module", "first_parameter", "modules", "number", "parameters", "users")
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, number: int, modules: list[nn.Module]) -> None:
+        self.number = number
         self.modules = modules
         self.parameters = [p for m in modules if m._parameters for p in m._parameters.values() if p is not None]
-        self.versions = [p._version for p in self.parameters]
-        self.counts = [len(m._buffers) for m in modules]
-        self.owners = [m for m in modules if m._buffers] if any(self.counts) else None
+        self.users = [m for m in modules if m.__class__.__module__[:8] != "torch.nn"]  # torch's own hold no surprises
 
-    def buffers(self) -> list[tuple[nn.Module, str, Tensor | None, int, Tensor | None]]:
-        """The buffers that the function is about to see: whose, name, object, version, and a copy unless it is constant."""
-        seen = []
+
+class Structure:
+    """The modules behind a program, and all that they hold. A stack remembers it: to check it takes a third of making it anew."""
+
+    def __init__(self, functions: list[tuple[Any, ...]]) -> None:
+        self.functions = functions
+        casts: dict[tuple[int, ...], Cast] = {}  # a function may be used by several updates
+        self.casts = []
+        for fns in functions:
+            key = tuple(map(id, fns))
+            if key not in casts:
+                casts[key] = Cast(len(casts), modules_of(*fns))
+            self.casts.append(casts[key])
+        self.distinct = list(casts.values())
+        self.modules: list[nn.Module] = []
+        self.parameters: list[Tensor] = []
+        self.slots: list[dict[str, Any]] = []  # of each module: its parameters, its submodules
+        self.held: list[Any] = []
+        for cast in self.distinct:
+            cast.first_module, cast.first_parameter, cast.first_held = len(self.modules), len(self.parameters), len(self.held)
+            self.modules += cast.modules
+            self.parameters += cast.parameters
+            slots = [slot for m in cast.modules for slot in (m._parameters, m._modules)]
+            self.slots += slots
+            self.held += [value for slot in slots for value in slot.values()]
+        self.sizes = [len(slot) for slot in self.slots]
+
+    def is_current(self) -> bool:
+        if [len(slot) for slot in self.slots] != self.sizes:
+            return False
+        return all(map(operator.is_, [value for slot in self.slots for value in slot.values()], self.held))
+
+
+class Backstage:
+    """What a stack remembers between calls. Not part of its copies and pickles."""
+
+    structure: Structure | None = None
+
+    def __reduce__(self) -> Any:
+        return Backstage, ()
+
+    def get(self, functions: list[tuple[Any, ...]]) -> Structure:
+        structure = self.structure
+        if structure is None or structure.functions != functions or not structure.is_current():
+            structure = self.structure = Structure(functions)
+        return structure
+
+
+Seen = list[tuple[nn.Module, str, "Tensor | None", int, "Tensor | None"]]
+
+
+class Scene:
+    """What one forward call sees: the structure, all modules' states, the generators in play, and autocast.
+
+    Taken in a few tight loops over everything: the same work done between the updates would cost several times as much.
+    """
+
+    def __init__(self, structure: Structure, tensors: Iterable[Tensor], arguments: list[Any]) -> None:
+        self.structure = structure
+        self.casts = structure.casts
+        parameters = structure.parameters
+        self.training = [m.training for m in structure.modules]
+        self.flags = [p.requires_grad for p in parameters]
+        self.versions = [[p._version for p in cast.parameters] for cast in structure.distinct]
+        # Whether parameters may be stepped as soon as their gradients are there: [Note: an optimizer inside backward]. The
+        # attribute is private; a public `Tensor.has_post_accumulate_grad_hook()` would replace it.
+        self.steps_in_backward = any([p._post_accumulate_grad_hooks for p in parameters])  # noqa: C419  a list is faster
+        self.has_buffers = any([m._buffers for m in structure.modules])  # noqa: C419
+        devices = {tensor.device for tensor in tensors}
+        default = torch.default_generator
+        self.generators: list[tuple[Callable[[], Tensor], Callable[[Tensor], Any]]] = [(default.get_state, default.set_state)]
+        for device in devices:
+            if device.type not in ("cpu", "meta"):
+                module = torch.get_device_module(device)
+                put = functools.partial(module.set_rng_state, device=device)
+                self.generators.append((functools.partial(module.get_rng_state, device), put))
+        own = [value for value in arguments if isinstance(value, torch.Generator)]
+        own += [v for cast in structure.distinct for m in cast.users for v in m.__dict__.values() if type(v) is torch.Generator]
+        self.generators += [(g.get_state, g.set_state) for g in {id(g): g for g in own}.values()]
+        kinds = sorted({"cpu", *(device.type for device in devices)})
+        self.kinds = [kind for kind in kinds if torch.amp.is_autocast_available(kind)]
+        self.autocast = self.autocast_now()
+
+    def is_present(self) -> bool:
+        """Whether nothing but random states and buffers has to be put back. Asked once a walk."""
+        structure = self.structure
+        if self.autocast_now() != self.autocast or [m.training for m in structure.modules] != self.training:
+            return False
+        return [p.requires_grad for p in structure.parameters] == self.flags and structure.is_current()
+
+    def buffers(self, cast: Cast) -> Seen:
+        """The buffers that a function is about to see: whose, name, object, version, and a copy unless it is constant."""
+        seen: Seen = []
         copies: dict[int, Tensor] = {}  # a buffer may be registered in several modules
-        for module in self.owners or ():
+        for module in cast.modules:
+            if not module._buffers:
+                continue
             known = _constant.get(module, ())
             for name, buffer in module._buffers.items():
                 if buffer is None or buffer.is_inference():
@@ -98,10 +189,13 @@ class Cast:
                 seen.append((module, name, buffer, buffer._version, copies.get(id(buffer))))
         return seen
 
-    def changes(self, seen: list[tuple[nn.Module, str, Tensor | None, int, Tensor | None]]) -> tuple[Buffers, bool]:
+    def changes(self, cast: Cast, seen: Seen) -> tuple[Buffers, bool]:
         """What to put back of the buffers; and whether the function can be run again: whether all it changed is known."""
+        versions = [p._version for p in cast.parameters]
+        complete = versions == self.versions[cast.number]
+        if not complete:  # it edited its own parameters; updates before keep the old list, and will raise
+            self.versions[cast.number] = versions
         buffers: Buffers = []
-        complete = True
         for module, name, buffer, version, copy in seen:
             now = module._buffers.get(name, MISSING)
             if buffer is None:
@@ -119,67 +213,11 @@ class Cast:
                 _constant.get(module, set()).discard((name, module.training))
             elif copy is not None and copy.nbytes > LARGE:
                 _constant.setdefault(module, set()).add((name, module.training))
-        if self.counts != [len(m._buffers) for m in self.modules]:  # it registered some
+        if any([m._buffers for m in cast.users]):  # noqa: C419  a function of the user's own may have registered some
             known = {(module, name) for module, name, *_ in seen}
-            buffers += [(m, name, MISSING, None) for m in self.modules for name in m._buffers if (m, name) not in known]
-        versions = [p._version for p in self.parameters]
-        if versions != self.versions:  # it edited its own parameters; updates before keep the old list, and will raise
-            self.versions, complete = versions, False
+            buffers += [(m, name, MISSING, None) for m in cast.users for name in m._buffers if (m, name) not in known]
+            self.has_buffers = True
         return buffers, complete
-
-
-class Scene:
-    """What one forward call sees: the cast of each update, all their modules' states, the generators in play, and autocast.
-
-    Taken in a few tight loops over everything: the same work done between the updates would cost several times as much.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor], arguments: list[Any], functions: Iterable[tuple[Any, ...]]) -> None:
-        given = [value for value in arguments if isinstance(value, nn.Module)]
-        casts: dict[tuple[int, ...], Cast] = {}  # a function may be used by several updates
-        self.casts = []
-        for fns in functions:
-            key = tuple(map(id, fns))
-            if key not in casts:
-                casts[key] = Cast(modules_of(*fns, *given))
-            self.casts.append(casts[key])
-        self.modules, self.parameters = modules, parameters = [], []
-        for cast in casts.values():
-            cast.first_module, cast.first_parameter = len(modules), len(parameters)
-            modules += cast.modules
-            parameters += cast.parameters
-        self.training = [m.training for m in modules]
-        self.flags = [p.requires_grad for p in parameters]
-        # Whether parameters may be stepped as soon as their gradients are there: [Note: an optimizer inside backward]. The
-        # attribute is private; a public `Tensor.has_post_accumulate_grad_hook()` would replace it.
-        self.steps_in_backward = any([p._post_accumulate_grad_hooks for p in parameters])  # noqa: C419  a list is faster
-        self.slots = [slot for m in modules for slot in (m._parameters, m._modules)]
-        self.held = [tuple(slot.values()) if slot else () for slot in self.slots]
-        devices = {tensor.device for tensor in tensors}
-        default = torch.default_generator
-        self.generators: list[tuple[Callable[[], Tensor], Callable[[Tensor], Any]]] = [(default.get_state, default.set_state)]
-        for device in devices:
-            if device.type not in ("cpu", "meta"):
-                module = torch.get_device_module(device)
-                put = functools.partial(module.set_rng_state, device=device)
-                self.generators.append((functools.partial(module.get_rng_state, device), put))
-        own = [value for value in arguments if isinstance(value, torch.Generator)]
-        users = [m for m in modules if m.__class__.__module__[:8] != "torch.nn"]  # torch's modules have no generators
-        own += [value for m in users for value in m.__dict__.values() if type(value) is torch.Generator]
-        self.generators += [(g.get_state, g.set_state) for g in {id(g): g for g in own}.values()]
-        kinds = sorted({"cpu", *(device.type for device in devices)})
-        self.kinds = [kind for kind in kinds if torch.amp.is_autocast_available(kind)]
-        self.autocast = self.autocast_now()
-
-    def is_present(self) -> bool:
-        """Whether nothing but random states and buffers has to be put back. Asked once a walk."""
-        if self.autocast_now() != self.autocast or [m.training for m in self.modules] != self.training:
-            return False
-        if [p.requires_grad for p in self.parameters] != self.flags:
-            return False
-        return all(
-            len(s) == len(values) and all(map(operator.is_, s.values(), values)) for s, values in zip(self.slots, self.held)
-        )
 
     def autocast_now(self) -> list[tuple[torch.dtype, bool] | None]:
         """For each kind of device: None, or the dtype and whether casts of weights are cached."""
@@ -237,12 +275,14 @@ class Replay:
                 if then != now:
                     dtype, cache = then or (None, None)
                     undo.enter_context(torch.autocast(kind, enabled=then is not None, dtype=dtype, cache_enabled=cache))
-            start, end = cast.first_module, cast.first_module + len(cast.modules)
-            for module, flag in zip(cast.modules, scene.training[start:end]):
+            structure, start, at = scene.structure, cast.first_module, cast.first_held
+            for module, flag in zip(cast.modules, scene.training[start:]):
                 if module.training != flag:
                     undo.callback(setattr, module, "training", module.training)
                     module.training = flag
-            for slot, values in zip(scene.slots[2 * start : 2 * end], scene.held[2 * start : 2 * end]):
+            ours = slice(2 * start, 2 * (start + len(cast.modules)))
+            for slot, size in zip(structure.slots[ours], structure.sizes[ours]):
+                values, at = structure.held[at : at + size], at + size
                 for (name, now), value in zip(list(slot.items()), values):
                     # FSDP swaps sharded and unsharded parameters, and has the right ones in place: put back plain tensors only.
                     if now is not value and (isinstance(value, nn.Module) or {type(value), type(now)} <= {Tensor, nn.Parameter}):

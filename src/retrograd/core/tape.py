@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from retrograd.core import errors
 from retrograd.core.memory import Plan, is_spare
 from retrograd.core.program import Parts, Program, Run, State, Step, call, couple, fit, place
-from retrograd.core.replay import Scene
+from retrograd.core.replay import Backstage, Scene
 from retrograd.core.streams import Leaves, describe, flatten, unflatten
 from retrograd.core.updates import TRUSTED
 from retrograd.core.walk import Arguments, Frame, Record, Walk, meta
@@ -30,7 +30,9 @@ from retrograd.core.walk import Arguments, Frame, Record, Walk, meta
 class Tape(Run):
     """A `Run` that autograd can walk back."""
 
-    def __init__(self, streams: dict[str, Any], keywords: dict[str, Any], program: Program, plan: Plan) -> None:
+    def __init__(
+        self, streams: dict[str, Any], keywords: dict[str, Any], program: Program, plan: Plan, backstage: Backstage
+    ) -> None:
         super().__init__(streams, keywords, program)
         self.plan = plan
         self.sample = plan.sample
@@ -39,9 +41,10 @@ class Tape(Run):
         self.untried = {id(step.coupling) for step in program if not isinstance(step.coupling, TRUSTED)}
         arguments, _ = flatten(keywords)
         leaves = (leaf for values in self.state.values() for leaf in values)
-        # A coupling of ours has no state; a user's own may be a module.
-        functions = ((step.fn,) if isinstance(step.coupling, TRUSTED) else (step.fn, step.coupling) for step in program)
-        self.scene = Scene(leaves, arguments, functions)
+        # A coupling of ours has no state; a user's own may be a module, and so may an argument.
+        given = tuple(value for value in arguments if isinstance(value, torch.nn.Module))
+        functions = [(s.fn, *given) if isinstance(s.coupling, TRUSTED) else (s.fn, s.coupling, *given) for s in program]
+        self.scene = Scene(backstage.get(functions), leaves, arguments)
         self.walk = Walk(program, self.specs, self.scene, Arguments(keywords))
 
     def enter(self, state: State) -> None:
@@ -62,10 +65,11 @@ class Tape(Run):
         target = state[step.target]
         leaves = target + [leaf for name in step.reads for leaf in state[name]]
         versions = [leaf._version for leaf in leaves]
-        record, frame, cast = Record(), Frame(walk, index), self.scene.casts[index]
+        scene, record, frame = self.scene, Record(), Frame(walk, index)
+        cast = scene.casts[index]
         record.needs_grad = [leaf.requires_grad for leaf in leaves]
-        record.versions = cast.versions
-        seen = cast.buffers() if cast.owners else ()
+        record.versions = scene.versions[cast.number]
+        seen = scene.buffers(cast) if scene.has_buffers else []
         record.random = walk.note_random()
         try:
             with saved_tensors_hooks(frame.pack, frame.unpack):
@@ -82,15 +86,15 @@ class Tape(Run):
             self.untried.remove(id(step.coupling))
             self.try_coupling(step, parts, updated)
         record.saved = list(map(meta, saved))
-        record.buffers, replayable = cast.changes(seen)
+        record.buffers, replayable = scene.changes(cast, seen)
         if not replayable:
-            record.versions, record.kept = cast.versions, [tuple(out.detach() for out in outs) for outs in parts]
+            record.versions, record.kept = scene.versions[cast.number], [tuple(o.detach() for o in outs) for outs in parts]
             frame.keep(saved)
         if index in self.sample:
             self.sample_bytes.append(activation_bytes(saved))
         walk.records.append(record)
         walk.frames.append(weakref.ref(frame))
-        if cast.parameters and (self.scene.steps_in_backward or not saved):
+        if cast.parameters and (scene.steps_in_backward or not saved):
             for node in {out.grad_fn or y.grad_fn for y, outs in zip(updated, parts) for out in outs}:
                 if node is not None:
                     node.register_prehook(functools.partial(walk.arrive, index))

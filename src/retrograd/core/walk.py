@@ -167,7 +167,9 @@ class Walk:
         a function that saves nothing is not asked at all: FSDP would have put its parameters away before it is undone.
         """
         with self.lock:
-            if self.at is not None or self.anchor is not None:  # else nothing of this call is asked for again
+            at = -1 if self.at is None else self.at
+            # Already there, or past it for good: a state above is kept only as long as an update above may be asked for.
+            if at > index or (at < index and self.anchor is not None and self.anchor[0] > index):
                 self.reach(index)
 
     def begin_again(self, index: int) -> None:
