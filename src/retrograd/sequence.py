@@ -118,9 +118,10 @@ class ReversibleSequence(nn.Module):
                 if function is None:
                     steps.append(Step(f"blocks.{i}, the step of {target}", target, reads, _IDENTITY, _ADD, {}, _ADD.returns))
                     continue
-                fn = getattr(block, function)
-                keywords = route.keywords(i, function, fn, kwargs) if kwargs else {}
-                taken.update(keywords)
+                fn, keywords = getattr(block, function), {}
+                if kwargs:
+                    keywords = route.keywords(i, function, fn, kwargs)
+                    taken.update(keywords)
                 steps.append(Step(f"blocks.{i}.{function}", target, reads, fn, coupling, keywords, returns))
             program.append(steps)
         if kwargs and program:

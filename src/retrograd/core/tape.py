@@ -74,7 +74,8 @@ class Tape(Run):
         try:
             with saved_tensors_hooks(frame.pack, frame.unpack):
                 reads = [unflatten(state[name], specs[name]) for name in step.reads]
-                parts, aux = fit(call(step, reads, self.keywords), self.program, index, target, specs[step.target])
+                output = call(step, reads, self.keywords) if step.keywords else step.fn(*reads)
+                parts, aux = fit(output, self.program, index, target, specs[step.target])
                 record.by_fn = len(frame.store)  # type: ignore[arg-type]
                 updated = couple(step, target, parts)
         finally:

@@ -14,6 +14,7 @@ A walk belongs to one forward call. Several may be under way at once, in any ord
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import threading
@@ -30,6 +31,7 @@ from retrograd.core.program import Parts, Program, State, Step, call, couple, fi
 from retrograd.core.replay import Buffers, Replay, Scene
 from retrograd.core.streams import Leaves, Spec, describe, flatten, unflatten
 
+_NOTHING = contextlib.nullcontext()
 Meta = tuple[torch.Size, torch.dtype]
 meta = operator.attrgetter("shape", "dtype")
 
@@ -226,18 +228,27 @@ class Walk:
                     compare(recount, saved if len(saved) == by_fn else saved[:by_fn], where)
                     parts, _ = fit(output, self.program, index, state[target], specs[target])
                     del output, reads
-                if undo:
-                    self.at = None  # an interrupt from here on leaves no half-undone state to go on from
-                    state[target] = undone(step, state[target], parts)
-                    self.at = index
-                if len(saved) > by_fn and record.kept is None:
+                if len(saved) > by_fn and record.kept is None:  # the coupling saves tensors too, and needs its target
+                    if undo:
+                        self.undo(step, index, parts)
                     couple(step, leaf_views(state[target], iter(record.needs_grad)), parts)
                     compare(recount, saved, where)
         finally:
             store, recount.store = recount.store, []  # they refer to the recomputed graph, and that to `recount`
+        if undo and self.at != index:
+            self.undo(step, index, parts)
         frame = self.frames[index]()
         if frame is not None and record.kept is None:
             frame.store, frame.versions = store, recount.versions  # type: ignore[assignment]
+
+    def undo(self, step: Step, index: int, parts: Parts) -> None:
+        """Take an update out of its target. Overwrites the target where no one else can see it."""
+        target, inverse = self.state[step.target], step.coupling.inverse
+        in_place = getattr(step.coupling, "inverse_", inverse)
+        self.at = None  # an interrupt from here on leaves no half-undone state to go on from
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
+            self.state[step.target] = [(in_place if is_unshared(y) else inverse)(y, *out) for y, out in zip(target, parts)]
+        self.at = index
 
     def edited_after_save(self, frame: Frame, slot: int, tensor: Tensor) -> errors.RetrogradError:
         assert frame.versions is not None
@@ -266,16 +277,6 @@ def leaf_views(leaves: Leaves, needs_grad: Iterator[bool]) -> Leaves:
         leaf = tensor.detach()
         views.append(leaf.requires_grad_().view_as(leaf) if next(needs_grad) else leaf)
     return views
-
-
-def undone(step: Step, leaves: Leaves, parts: Parts) -> Leaves:
-    """The target before the update. Overwrites it where no one else can see it."""
-    inverse = step.coupling.inverse
-    in_place = getattr(step.coupling, "inverse_", inverse)
-    torch.set_grad_enabled(False)
-    result = [(in_place if is_unshared(y) else inverse)(y, *out) for y, out in zip(leaves, parts)]
-    torch.set_grad_enabled(True)
-    return result
 
 
 def is_unshared(tensor: Tensor) -> bool:

@@ -1,0 +1,98 @@
+"""What the engine costs beyond the least that reversal on the real autograd graph can do.
+
+    python -m benchmarks.overhead [--rounds 60]
+
+On tiny blocks, where bookkeeping shows: microseconds per update, forward and backward, of plain autograd, of `Floor` (hooks, recompute and
+subtraction; no checks, no replay of anything, no errors), of retrograd, and of the peers that are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from benchmarks.cases import SIZES, contestants, pairs
+from benchmarks.run import example
+
+
+class Floor(nn.Module):
+    """Reversal with nothing around it: right for this one network, and wrong for nearly everything a user may do."""
+
+    def __init__(self, blocks: list[tuple[nn.Module, nn.Module]]) -> None:
+        super().__init__()
+        self.functions = nn.ModuleList(fn for pair in blocks for fn in pair)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, walked, last = [half.clone() for half in x.chunk(2, -1)], [], len(self.functions) - 2
+        for i, fn in enumerate(self.functions):
+            if i == last:  # the last block is kept
+                walked += [stream.detach() for stream in state]
+            if i >= last:
+                state[i % 2] = state[i % 2] + fn(state[1 - i % 2])
+                continue
+            hooks = _Hooks(walked, i % 2, fn)
+            with saved_tensors_hooks(hooks.pack, hooks.unpack):
+                out = fn(state[1 - i % 2])
+            hooks.store = None
+            state[i % 2] = state[i % 2] + out
+        return torch.cat(state, -1)
+
+
+class _Hooks:
+    def __init__(self, walked: list[Tensor], target: int, fn: nn.Module) -> None:
+        self.walked, self.target, self.fn = walked, target, fn
+        self.store: list[Any] | None = []
+
+    def pack(self, tensor: Tensor) -> int:
+        assert self.store is not None
+        self.store.append(tensor)
+        return len(self.store) - 1
+
+    def unpack(self, slot: int) -> Tensor:
+        if self.store is None:
+            store: list[Any] = []
+            leaf = self.walked[1 - self.target].detach().requires_grad_()
+            torch.set_grad_enabled(True)
+            with saved_tensors_hooks(store.append, id):
+                out = self.fn(leaf.view_as(leaf))
+            torch.set_grad_enabled(False)
+            self.walked[self.target].sub_(out)
+            self.store = store
+        tensor, self.store[slot] = self.store[slot], None
+        return tensor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60, help="timed steps of each contestant")
+    rounds = parser.parse_args().rounds
+    size = SIZES["tiny"]
+    x, networks = example(size), contestants(size)
+    networks = {"plain": networks.pop("plain"), "floor": Floor(pairs(size)), **networks}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in networks}
+    for i in range(rounds + 5):
+        for name, network in networks.items():
+            network.zero_grad(set_to_none=True)
+            start = time.perf_counter()
+            loss = network(x * 1.0).square().mean()
+            middle = time.perf_counter()
+            loss.backward()
+            if i >= 5:
+                times[name].append((middle - start, time.perf_counter() - middle))
+    updates = 2 * size.blocks
+    plain = [sum(pair) for pair in times["plain"]]
+    print("| | forward, µs per update | backward, µs per update | step, plain = 1 |\n| --- | ---: | ---: | ---: |")
+    for name, pairs_ in times.items():
+        forward, backward = (1e6 * statistics.median(column) / updates for column in zip(*pairs_))
+        ratio = statistics.median(sum(pair) / reference for pair, reference in zip(pairs_, plain))
+        print(f"| {name} | {forward:.0f} | {backward:.0f} | {ratio:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
