@@ -2,8 +2,8 @@
 
     python -m benchmarks.overhead [--rounds 60]
 
-On tiny blocks, where bookkeeping shows: microseconds per update, forward and backward, of plain autograd, of `Floor` (hooks, recompute and
-subtraction; no checks, no replay of anything, no errors), of retrograd, and of the peers that are installed.
+On tiny blocks, where bookkeeping shows: microseconds per update, forward and backward, of plain autograd, of `Floor` (hooks,
+recompute and subtraction; no checks, no replay of anything, no errors), of retrograd, and of the peers that are installed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Hooks:
             store: list[Any] = []
             leaf = self.walked[1 - self.target].detach().requires_grad_()
             torch.set_grad_enabled(True)
-            with saved_tensors_hooks(store.append, id):
+            with saved_tensors_hooks(store.append, store.__getitem__):
                 out = self.fn(leaf.view_as(leaf))
             torch.set_grad_enabled(False)
             self.walked[self.target].sub_(out)

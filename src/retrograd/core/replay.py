@@ -275,20 +275,21 @@ class Replay:
                 if then != now:
                     dtype, cache = then or (None, None)
                     undo.enter_context(torch.autocast(kind, enabled=then is not None, dtype=dtype, cache_enabled=cache))
-            structure, start, at = scene.structure, cast.first_module, cast.first_held
-            for module, flag in zip(cast.modules, scene.training[start:]):
+            structure, at = scene.structure, cast.first_held
+            start, end = cast.first_module, cast.first_module + len(cast.modules)
+            for module, flag in zip(cast.modules, scene.training[start:end]):
                 if module.training != flag:
                     undo.callback(setattr, module, "training", module.training)
                     module.training = flag
-            ours = slice(2 * start, 2 * (start + len(cast.modules)))
-            for slot, size in zip(structure.slots[ours], structure.sizes[ours]):
+            for slot, size in zip(structure.slots[2 * start : 2 * end], structure.sizes[2 * start : 2 * end]):
                 values, at = structure.held[at : at + size], at + size
                 for (name, now), value in zip(list(slot.items()), values):
                     # FSDP swaps sharded and unsharded parameters, and has the right ones in place: put back plain tensors only.
                     if now is not value and (isinstance(value, nn.Module) or {type(value), type(now)} <= {Tensor, nn.Parameter}):
                         undo.callback(_put, slot, name, now)
                         slot[name] = value
-            for parameter, flag in zip(cast.parameters, scene.flags[cast.first_parameter :]):
+            start, end = cast.first_parameter, cast.first_parameter + len(cast.parameters)
+            for parameter, flag in zip(cast.parameters, scene.flags[start:end]):
                 if parameter.requires_grad != flag and parameter.is_leaf:
                     undo.callback(parameter.requires_grad_, not flag)
                     parameter.requires_grad_(flag)
