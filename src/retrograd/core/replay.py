@@ -245,7 +245,7 @@ class Replay:
     Written out, not as a generator, because it is entered for every update of every backward; and usually nothing differs.
     """
 
-    __slots__ = ("gradients", "undo")
+    __slots__ = ("differs", "gradients", "undo")
 
     def __init__(
         self,
@@ -257,15 +257,14 @@ class Replay:
         is_present: bool,
         where: Callable[[], str],
     ) -> None:
-        self.undo = None
         if [p._version for p in cast.parameters] != versions:
             check_parameters(cast, versions, where)
-        if is_present and random is None and not buffers:
-            return
-        for _, name, value, version in buffers:
-            if version is not None and value._version != version:
-                raise errors.edited_buffer(where(), name, (version, value._version))
-        self.undo = self.restore(scene, cast, random, buffers)
+        self.differs = None
+        if not is_present or random is not None or buffers:
+            for _, name, value, version in buffers:
+                if version is not None and value._version != version:
+                    raise errors.edited_buffer(where(), name, (version, value._version))
+            self.differs = scene, cast, random, buffers
 
     @staticmethod
     def restore(scene: Scene, cast: Cast, random: list[bytes] | None, buffers: Buffers) -> ExitStack:
@@ -308,6 +307,7 @@ class Replay:
             return undo.pop_all()
 
     def __enter__(self) -> None:
+        self.undo = self.restore(*self.differs) if self.differs is not None else None
         self.gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(True)
         _local.depth += 1

@@ -30,6 +30,7 @@ from retrograd.core import errors
 from retrograd.core.program import Parts, Program, State, Step, call, couple, fit, place
 from retrograd.core.replay import Buffers, Replay, Scene
 from retrograd.core.streams import Leaves, Spec, describe, flatten, unflatten
+from retrograd.core.updates import TRUSTED
 
 _NOTHING = contextlib.nullcontext()
 Meta = tuple[torch.Size, torch.dtype]
@@ -228,9 +229,10 @@ class Walk:
                     compare(recount, saved if len(saved) == by_fn else saved[:by_fn], where)
                     parts, _ = fit(output, self.program, index, state[target], specs[target])
                     del output, reads
-                if len(saved) > by_fn and record.kept is None:  # the coupling saves tensors too, and needs its target
-                    if undo:
-                        self.undo(step, index, parts)
+                saves = len(saved) > by_fn and record.kept is None
+                if undo and (saves or not isinstance(step.coupling, TRUSTED)):  # a user's own may depend on what is replayed
+                    self.undo(step, index, parts)
+                if saves:  # the coupling saves tensors too, and needs its target
                     couple(step, leaf_views(state[target], iter(record.needs_grad)), parts)
                     compare(recount, saved, where)
         finally:
