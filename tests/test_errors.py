@@ -131,6 +131,9 @@ def test_a_function_that_changes_its_input(memory, needs_grad):
     stack, x = stack_of(lambda x: x.mul_(2), memory=zoo.MEMORY[memory]), torch.randn(2, 4, requires_grad=needs_grad)
     with pytest.raises(rg.InPlaceError, match=r"(?s)update 0 of 6 \(blocks.0.f\) changed its input in place.*x.clone\(\)"):
         stack(x * 1.0)
+    if needs_grad:  # a leaf: torch refuses before we could notice
+        with pytest.raises(rg.InPlaceError, match=r"(?s)update 0 of 6 \(blocks.0.f\) changed its input in place"):
+            stack(x)
     usable(stack, x)
 
 

@@ -62,8 +62,11 @@ class Run:
         leaves = [leaf for name in (step.target, *step.reads) for leaf in state[name] if not leaf.is_inference()]
         versions = [leaf._version for leaf in leaves]
         reads = [unflatten(state[name], self.specs[name]) for name in step.reads]
-        parts, aux = fit(call(step, reads, self.keywords), self.program, self.index, target, self.specs[step.target])
-        updated = couple(step, target, parts)
+        try:
+            parts, aux = fit(call(step, reads, self.keywords), self.program, self.index, target, self.specs[step.target])
+            updated = couple(step, target, parts)
+        except RuntimeError as error:
+            raise self.explained(error, leaves) from error.__cause__
         if versions != [leaf._version for leaf in leaves]:
             raise self.edited_input(leaves, versions)
         self.state[step.target] = updated
@@ -81,6 +84,13 @@ class Run:
 
     def finish(self) -> None:
         """Called after the last update, before anyone else sees the streams."""
+
+    def explained(self, error: RuntimeError, leaves: Leaves) -> RuntimeError:
+        """`error` as it was; but where torch itself refused an edit of the input, because it is a leaf, say which update it was."""
+        for leaf in leaves:
+            if "leaf Variable that requires grad" in str(error) and leaf.is_leaf and leaf.requires_grad:
+                return self.edited_input([leaf], [-1])
+        return error
 
     def edited_input(self, leaves: Leaves, versions: list[int]) -> errors.RetrogradError:
         edited = next(leaf for leaf, version in zip(leaves, versions) if leaf._version != version)

@@ -78,6 +78,8 @@ class Tape(Run):
                 parts, aux = fit(output, self.program, index, target, specs[step.target])
                 record.by_fn = len(frame.store)  # type: ignore[arg-type]
                 updated = couple(step, target, parts)
+        except RuntimeError as error:
+            raise self.explained(error, leaves) from error.__cause__
         finally:
             saved: list[Tensor] = frame.store  # type: ignore[assignment]
             frame.store = None  # they refer to the graph, and the graph to this frame
