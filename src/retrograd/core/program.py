@@ -66,7 +66,9 @@ class Run:
             parts, aux = fit(call(step, reads, self.keywords), self.program, self.index, target, self.specs[step.target])
             updated = couple(step, target, parts)
         except RuntimeError as error:
-            raise self.explained(error, leaves) from error.__cause__
+            if self.is_leaf_edit(error, leaves):
+                raise self.edited_input(leaves, None) from error
+            raise
         if versions != [leaf._version for leaf in leaves]:
             raise self.edited_input(leaves, versions)
         self.state[step.target] = updated
@@ -85,15 +87,15 @@ class Run:
     def finish(self) -> None:
         """Called after the last update, before anyone else sees the streams."""
 
-    def explained(self, error: RuntimeError, leaves: Leaves) -> RuntimeError:
-        """`error` as it was; but where torch itself refused an edit of the input, because it is a leaf, say which update it was."""
-        for leaf in leaves:
-            if "leaf Variable that requires grad" in str(error) and leaf.is_leaf and leaf.requires_grad:
-                return self.edited_input([leaf], [-1])
-        return error
+    def is_leaf_edit(self, error: RuntimeError, leaves: Leaves) -> bool:
+        """Whether torch itself refused to edit an input in place, because it is a leaf. It cannot say which update that was."""
+        return "leaf Variable that requires grad" in str(error) and any(leaf.is_leaf and leaf.requires_grad for leaf in leaves)
 
-    def edited_input(self, leaves: Leaves, versions: list[int]) -> errors.RetrogradError:
-        edited = next(leaf for leaf, version in zip(leaves, versions) if leaf._version != version)
+    def edited_input(self, leaves: Leaves, versions: list[int] | None) -> errors.RetrogradError:
+        if versions is None:
+            edited = next(leaf for leaf in leaves if leaf.is_leaf and leaf.requires_grad)
+        else:
+            edited = next(leaf for leaf, version in zip(leaves, versions) if leaf._version != version)
         name = next(name for name, values in self.state.items() if any(value is edited for value in values))
         return errors.edited_input(place(self.program, self.index), name, describe(edited))
 

@@ -79,7 +79,9 @@ class Tape(Run):
                 record.by_fn = len(frame.store)  # type: ignore[arg-type]
                 updated = couple(step, target, parts)
         except RuntimeError as error:
-            raise self.explained(error, leaves) from error.__cause__
+            if self.is_leaf_edit(error, leaves):
+                raise self.edited_input(leaves, None) from error
+            raise
         finally:
             saved: list[Tensor] = frame.store  # type: ignore[assignment]
             frame.store = None  # they refer to the graph, and the graph to this frame
