@@ -29,7 +29,7 @@ bench: $(PEERS)  ## time and memory of a step: plain, checkpoint, peers and retr
 	$(BIN)/python -W ignore -m benchmarks.run
 
 clean:  ## remove the environment and everything generated
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist benchmarks/results .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "retrograd needs Python 3.10 or newer; run: make PYTHON=python3.12 test")'

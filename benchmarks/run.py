@@ -139,6 +139,7 @@ def main() -> None:
         rows += measured
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{len(rows)} rows in {arguments.out}")
 
 
 if __name__ == "__main__":

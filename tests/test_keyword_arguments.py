@@ -98,12 +98,12 @@ def test_a_route_overrules_the_signature():
 
 def test_an_argument_that_nothing_accepts_is_named():
     stack = rg.ReversibleSequence([(Takes(), nn.Identity())])
-    with pytest.raises(TypeError, match="'msak'.*none of its functions accepts"):
+    with pytest.raises(TypeError, match="none of the functions accepts: 'msak'. They accept 'mask'"):
         stack(torch.zeros(1, 4), msak=1)
-    with pytest.raises(TypeError, match="'x'.*none"):  # the stream itself is not a keyword
+    with pytest.raises(TypeError, match="accepts: 'x'"):  # the stream itself is not a keyword
         rg.ReversibleSequence([(Takes(), Takes())]).forward(torch.zeros(1, 4), x=1)
     net = rg.Reversible([rg.Update("a", Takes(), ("b",))])
-    with pytest.raises(TypeError, match="'other'"):
+    with pytest.raises(TypeError, match="accepts: 'other'"):
         net({"a": torch.zeros(1), "b": torch.zeros(1)}, other=2)
 
 

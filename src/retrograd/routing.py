@@ -106,12 +106,14 @@ class PairRoute:
         return chosen
 
 
-def check_all_taken(given: Iterable[str], taken: set[str], module: str) -> None:
-    """Raise for an argument that no function takes."""
+def check_all_taken(given: Iterable[str], taken: set[str], program: Sequence[Any], route: str) -> None:
+    """Raise for arguments that no function takes, with those that functions do take."""
     unknown = [name for name in given if name not in taken]
     if unknown:
+        known = sorted({name for step in program for name in accepted(step.fn, len(step.reads))[0]})
         names = ", ".join(map(repr, unknown))
         raise TypeError(
-            f"{module} got keyword argument {names}, which none of its functions accepts. Add it to a function's signature, or "
-            f'name its functions with route={{{unknown[0]!r}: "f"}}.'
+            f"got {'arguments' if len(unknown) > 1 else 'an argument'} that none of the functions accepts: {names}. They accept "
+            f"{', '.join(map(repr, known)) or 'none by name'}. Where a function takes it under another signature, say so with "
+            f"{route.format(unknown[0])}."
         )

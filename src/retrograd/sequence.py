@@ -93,7 +93,7 @@ class ReversibleSequence(nn.Module):
         """
         if not getattr(self.streams, "invertible", False):
             raise ValueError(
-                f"inverse needs both streams, and {self.streams!r} merged them into one output. Build the stack with "
+                f"inverse needs both streams, and with {self.streams!r} the output does not have them. Build the stack with "
                 "streams=rg.Split(), or use rg.Reversible, whose output is its streams."
             )
         program = self._program(kwargs)
@@ -125,7 +125,9 @@ class ReversibleSequence(nn.Module):
                 steps.append(Step(f"blocks.{i}.{function}", target, reads, fn, coupling, keywords, returns))
             program.append(steps)
         if kwargs and program:
-            check_all_taken(kwargs, taken | route.mentioned(), type(self).__name__)
+            check_all_taken(
+                kwargs, taken | route.mentioned(), [step for steps in program for step in steps], 'route={{{!r}: "f"}}'
+            )
         return program
 
 
@@ -136,6 +138,9 @@ class Block(nn.Module):
         super().__init__()
         self.f = f
         self.g = g
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={fn!r}" for name in "fg" if not isinstance(fn := getattr(self, name), nn.Module))
 
     def forward(self, state: dict[str, list[Tensor]], run: Run, steps: list[Step], undo: bool = False) -> dict[str, list[Tensor]]:
         run.enter(state)
@@ -273,7 +278,7 @@ class Reversible(nn.Module):
             returns = getattr(u.coupling, "returns", _ADD.returns)
             program.append(Step(f"updates.{i}", u.target, u.reads, u.fn, u.coupling, keywords, returns))
         if program:
-            check_all_taken(kwargs, taken, type(self).__name__)
+            check_all_taken(kwargs, taken, program, "rg.Update(..., route=({!r},))")
         return program
 
 
@@ -286,7 +291,12 @@ def _is_recorded(memory: Any) -> bool:
     That is inside torch.func transforms, under forward-mode differentiation, and while a graph is traced or exported.
     `torch._C._are_functorch_transforms_active` and `forward_ad._current_level` are private; public ones would replace them.
     """
-    if isinstance(memory, Keep) or not torch.is_grad_enabled() or torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if (
+        isinstance(_checked_memory(memory), Keep)
+        or not torch.is_grad_enabled()
+        or torch.compiler.is_exporting()
+        or torch.jit.is_tracing()
+    ):
         return False
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
@@ -331,30 +341,31 @@ def _guard(state: dict[str, list[Tensor]], program: list[Step]) -> None:
 
 def _checked_coupling(coupling: Any) -> Coupling:
     """`coupling`, or a `TypeError` that says what a coupling is."""
-    for method in ("forward", "inverse"):
-        if isinstance(coupling, type) or not callable(getattr(coupling, method, None)):
-            raise TypeError(
-                f"coupling={coupling!r} has no method {method!r}. A coupling is an instance with forward(x, out) and "
-                "inverse(y, out), such as rg.Additive(), rg.Affine(), rg.Momentum(0.9) or your own subclass of rg.Coupling."
-            )
-    return coupling
+    if not isinstance(coupling, type) and all(callable(getattr(coupling, name, None)) for name in ("forward", "inverse")):
+        return coupling
+    what = f"the class {coupling.__name__}" if isinstance(coupling, type) else f"{coupling!r}, without forward and inverse"
+    raise TypeError(
+        f"coupling is {what}. A coupling is an instance with forward(x, out) and inverse(y, out): rg.Additive(), rg.Affine(), "
+        "rg.Momentum(0.9) or your own subclass of rg.Coupling."
+    )
 
 
 def _checked_memory(memory: Any) -> Any:
-    if isinstance(memory, type) or not (isinstance(memory, Keep) or hasattr(memory, "plan")):
-        raise TypeError(f"memory={memory!r}: pass rg.Reverse() or rg.Keep().")
-    return memory
+    if isinstance(memory, Keep) or (hasattr(memory, "plan") and not isinstance(memory, type)):
+        return memory
+    what = f"the class {memory.__name__}" if isinstance(memory, type) else repr(memory)
+    raise TypeError(f"memory is {what}: pass rg.Reverse() or rg.Keep().")
 
 
 def _pair(pair: Any, index: int) -> Block:
     """`pair` as a block, or an error that says what a block is."""
-    try:
-        functions = tuple(pair)
-    except TypeError:
-        raise TypeError(f"blocks[{index}] is {pair!r:.80}, not a pair. Pass an iterable of (f, g).") from None
-    if len(functions) != 2:
-        raise ValueError(f"blocks[{index}] has {len(functions)} functions, not a pair. Pass an iterable of (f, g).")
-    for name, fn in zip("fg", functions):
-        if not callable(fn):
-            raise TypeError(f"blocks[{index}].{name} is {fn!r:.80}, which is not callable. Pass a module or a function.")
-    return Block(*functions)
+    if not isinstance(pair, (tuple, list, nn.ModuleList)):
+        kind = type(pair).__name__
+        raise TypeError(f"blocks[{index}] is {kind}, not a pair. Pass an iterable of (f, g), such as [(f0, g0), (f1, g1)].")
+    if len(pair) != 2:
+        raise ValueError(f"blocks[{index}] has {len(pair)} functions, not a pair. Pass an iterable of (f, g).")
+    for name, fn in zip("fg", pair):
+        if not callable(fn) or isinstance(fn, type):
+            what = f"the class {fn.__name__}; pass an instance" if isinstance(fn, type) else f"{fn!r:.80}, which is not callable"
+            raise TypeError(f"blocks[{index}].{name} is {what}. Pass a module or a function.")
+    return Block(*pair)

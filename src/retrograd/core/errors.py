@@ -34,6 +34,13 @@ def explain(kind: type[RetrogradError], where: str, what: str, why: str, fix: st
     return kind(f"{where} {what}\n  Why: {why}\n  Fix: {fix}")
 
 
+def note(error: Exception, where: str, reads: list[tuple[str, list[Any]]]) -> None:
+    """Add to a user's exception, which stays as it is, in which update it came up."""
+    if hasattr(error, "add_note") and not isinstance(error, RetrogradError):  # Python 3.11
+        streams = [f"{name}: {', '.join(f'{str(t.dtype)[6:]}{list(t.shape)}' for t in leaves)}" for name, leaves in reads]
+        error.add_note(f"in {where}, which reads {'; '.join(streams) or 'no stream'}")  # type: ignore[attr-defined]
+
+
 def misfit(where: str, returned: str, fix: str) -> RetrogradError:
     why = "an output can be taken back out of its target only if it has the target's structure, shape and dtype."
     return explain(OutputError, where, f"returned {returned}.", why, fix)

@@ -65,9 +65,10 @@ class Run:
         try:
             parts, aux = fit(call(step, reads, self.keywords), self.program, self.index, target, self.specs[step.target])
             updated = couple(step, target, parts)
-        except RuntimeError as error:
+        except Exception as error:
             if self.is_leaf_edit(error, leaves):
                 raise self.edited_input(leaves, None) from error
+            errors.note(error, place(self.program, self.index), [(name, state[name]) for name in step.reads])
             raise
         if versions != [leaf._version for leaf in leaves]:
             raise self.edited_input(leaves, versions)
@@ -87,7 +88,7 @@ class Run:
     def finish(self) -> None:
         """Called after the last update, before anyone else sees the streams."""
 
-    def is_leaf_edit(self, error: RuntimeError, leaves: Leaves) -> bool:
+    def is_leaf_edit(self, error: Exception, leaves: Leaves) -> bool:
         """Whether torch itself refused to edit an input in place, because it is a leaf. It cannot say which update that was."""
         return "leaf Variable that requires grad" in str(error) and any(leaf.is_leaf and leaf.requires_grad for leaf in leaves)
 
@@ -96,7 +97,8 @@ class Run:
             edited = next(leaf for leaf in leaves if leaf.is_leaf and leaf.requires_grad)
         else:
             edited = next(leaf for leaf, version in zip(leaves, versions) if leaf._version != version)
-        name = next(name for name, values in self.state.items() if any(value is edited for value in values))
+        step = self.program[self.index]  # reads first: at the start of a stack, target and read may be one tensor
+        name = next(name for name in (*step.reads, step.target) if any(leaf is edited for leaf in self.state[name]))
         return errors.edited_input(place(self.program, self.index), name, describe(edited))
 
 
@@ -139,8 +141,9 @@ def _fitting(output: Any, program: Program, index: int, target: Leaves, spec: Sp
     leaves = flatten_like(output, spec)
     stream = f"stream {program[index].target!r}"
     if leaves is None:
-        what = f"{describe(output)}; {stream} is {describe(unflatten(target, spec))}"
-        raise errors.misfit(place(program, index), what, f"return the structure of {stream}.")
+        whole = describe(unflatten(target, spec))
+        fix = f"return the structure of {stream}, {whole}; for anything besides, return rg.WithAux(output, aux)."
+        raise errors.misfit(place(program, index), f"{describe(output)}; {stream} is {whole}", fix)
     for x, out in zip(target, leaves):
         narrow = out.dtype == x.dtype or torch.promote_types(out.dtype, x.dtype) == x.dtype
         if out.shape != x.shape or not narrow:

@@ -78,9 +78,10 @@ class Tape(Run):
                 parts, aux = fit(output, self.program, index, target, specs[step.target])
                 record.by_fn = len(frame.store)  # type: ignore[arg-type]
                 updated = couple(step, target, parts)
-        except RuntimeError as error:
+        except Exception as error:
             if self.is_leaf_edit(error, leaves):
                 raise self.edited_input(leaves, None) from error
+            errors.note(error, place(self.program, index), [(name, state[name]) for name in step.reads])
             raise
         finally:
             saved: list[Tensor] = frame.store  # type: ignore[assignment]
