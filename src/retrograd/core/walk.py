@@ -74,7 +74,8 @@ class Frame:
         if self.versions is None:  # the function is still running, and calls autograd.grad itself
             return tensor  # type: ignore[return-value]
         if tensor._version != self.versions[slot]:  # type: ignore[union-attr]
-            raise self.walk.edited_after_save(self, slot, tensor)  # type: ignore[arg-type]
+            versions = self.versions[slot], tensor._version  # type: ignore[union-attr]
+            raise errors.edited_after_save(place(self.walk.program, self.index), describe(tensor), versions)
         if not self.kept:
             store[slot] = None  # type: ignore[index]  # autograd asks once: free it now, not when the update is over
         return tensor  # type: ignore[return-value]
@@ -251,11 +252,6 @@ class Walk:
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             self.state[step.target] = [(in_place if is_unshared(y) else inverse)(y, *out) for y, out in zip(target, parts)]
         self.at = index
-
-    def edited_after_save(self, frame: Frame, slot: int, tensor: Tensor) -> errors.RetrogradError:
-        assert frame.versions is not None
-        versions = frame.versions[slot], tensor._version
-        return errors.edited_after_save(place(self.program, frame.index), describe(tensor), versions)
 
 
 def compare(recount: Recount, then: list[Meta], where: Callable[[], str]) -> None:
