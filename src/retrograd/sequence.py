@@ -27,7 +27,8 @@ class ReversibleSequence(nn.Module):
     """A stack of blocks `(f, g)`, each computing `y1 = x1 + f(x2)`, `y2 = x2 + g(y1)`.
 
     Backward rebuilds each block's input from its output, so activation memory does not grow with depth; a step costs 4/3 of
-    plain autograd, less the last block. The output is a tensor of its own, which the caller may edit. Gradients, random draws, buffers and hooks are those of the same equations in plain autograd.
+    plain autograd, less the last block. Gradients, random draws, buffers and hooks are those of the same equations in plain
+    autograd. The output is a tensor of its own, which the caller may edit in place.
 
     Args:
         blocks: an iterable of pairs of modules (or callables). Parameters are named `blocks.<i>.f.…` and `blocks.<i>.g.…`.
