@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import random
 
 import pytest
 import torch
@@ -377,3 +378,64 @@ def test_functions_that_save_nothing_in_a_retained_graph(memory):
             gradients = torch.autograd.grad(zoo.loss(y), [x, *stack.parameters()], retain_graph=True)
         results.append(list(gradients))
     assert zoo.worst(*results) < 1e-9
+
+
+# --- what cannot be replayed is noticed where the walk arrives
+
+
+class Counter(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Hidden(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x):
+        return super().forward(x) * random.random()
+
+
+def louder(stack):
+    for module in stack.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.9
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize(
+    ("make", "between"),
+    [
+        (lambda: Counter(), lambda stack: None),
+        (lambda: Hidden(), lambda stack: None),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2)), louder),
+        (lambda: nn.Linear(4, 4), lambda stack: stack.blocks[0].g.weight.data.mul_(2)),
+    ],
+    ids=["counter", "python-random", "dropout-p", "data-edit"],
+)
+def test_state_outside_the_modules_raises_at_the_end_of_the_walk(memory, make, between):
+    stack, x = stack_of(make, memory), rows()
+    y = stack(x)
+    between(stack)
+    with pytest.raises(
+        rg.RecomputeError, match=r"(?s)the walk back through \d updates did not arrive at the input: stream 'x\d'"
+    ):
+        zoo.loss(y).backward()
+
+
+def test_rounding_that_grew_beyond_use_raises_too():
+    stack, x = zoo.Case("own", "mean", "tensor", "reverse").build(depth=64, dtype=torch.float32)
+    y = stack(x)
+    with pytest.raises(rg.RecomputeError, match=r"(?s)or rounding grew on the way.*rg.Additive"):
+        zoo.loss(y).backward()
+
+
+def test_healthy_rounding_does_not():
+    for dtype in (torch.float32, torch.float64):
+        stack, x = zoo.Case("additive", "mean", "tensor", "reverse").build(depth=256, dtype=dtype)
+        zoo.loss(stack(x)).backward()

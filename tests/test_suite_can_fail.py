@@ -13,7 +13,7 @@ CASE = zoo.Case("additive", "mean", "tensor", "reverse-all")
 def test_an_inverse_off_by_a_thousandth(monkeypatch):
     monkeypatch.setattr(updates.Additive, "inverse", lambda self, y, out: y - out * 1.001)
     monkeypatch.setattr(updates.Additive, "inverse_", lambda self, y, out: y - out * 1.001)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, rg.RecomputeError)):
         test_gradients.test_outputs_and_gradients_are_those_of_plain_autograd(CASE)
 
 
@@ -27,7 +27,7 @@ def test_an_inverse_off_by_a_billionth(monkeypatch):
 
 def test_randomness_that_is_not_replayed(monkeypatch):
     monkeypatch.setattr(replay.Scene, "set_random_states", lambda self, states: None)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, rg.RecomputeError)):
         test_random.test_dropout_replays_and_the_generator_is_left_where_plain_leaves_it(CASE)
 
 
@@ -45,7 +45,7 @@ def test_training_flags_that_are_not_replayed(monkeypatch):
 
 def test_buffers_that_are_not_replayed(monkeypatch):
     monkeypatch.setattr(replay.Scene, "changes", lambda self, cast, seen: ([], True))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, rg.RecomputeError)):
         test_buffers.test_buffers_are_updated_once_and_replayed("counter", "reverse-all", False)
 
 

@@ -114,6 +114,19 @@ def already_passed(where: str) -> RetrogradError:
     return explain(RetrogradError, where, "is asked for after backward has already passed it.", why, fix)
 
 
+def wrong_arrival(updates: int, stream: str, error: float, scale: float, limit: float) -> RetrogradError:
+    what = (
+        f"did not arrive at the input: stream {stream!r}, of size {scale:.1e}, is off by {error:.1e} (limit {limit:.0e} of it)."
+    )
+    why = (
+        "a function gave another output in recompute (state outside its modules), or rounding grew on the way (momentum, affine)."
+    )
+    fix = (
+        "keep such state alone with rg.is_recomputing(); see how memory=rg.Keep() differs; prefer rg.Additive() or a wider dtype."
+    )
+    return explain(RecomputeError, f"the walk back through {updates} updates", what, why, fix)
+
+
 def other_recompute(where: str, then: list[Any], now: list[Any]) -> RetrogradError:
     """`then` and `now` hold the shape and dtype of each tensor that was saved."""
     pairs = zip([*then, *[None] * len(now)], [*now, *[None] * len(then)])

@@ -46,6 +46,7 @@ class Tape(Run):
         functions = [(s.fn, *given) if isinstance(s.coupling, TRUSTED) else (s.fn, s.coupling, *given) for s in program]
         self.scene = Scene(backstage.get(functions), leaves, arguments)
         self.walk = Walk(program, self.specs, self.scene, Arguments(keywords))
+        self.walk.arrive_at(self.state)
 
     def enter(self, state: State) -> None:
         for name, leaves in state.items():

@@ -123,8 +123,14 @@ class Walk:
         self.anchor_versions: list[int] = []
         self.newest = -1  # no frame after this one is alive
         self.is_present = False  # whether the scene of forward is still the present one: see Scene.is_present
+        self.start: State = {}  # a few elements of each stream before update 0
+        self.end: State = {}  # and where the walk begins
 
     # --- called by the tape, in forward
+
+    def arrive_at(self, state: State) -> None:
+        """The state before update 0, where a walk through all updates must arrive."""
+        self.start = {name: [sample(leaf) for leaf in leaves] for name, leaves in state.items()}
 
     def note_random(self) -> list[bytes]:
         """The random states. Forgets those before the last update if it did not draw: they cost 5 kB each on a CPU."""
@@ -139,6 +145,7 @@ class Walk:
         self.newest = len(self.records) - 1
         self.counts = {name: len(leaves) for name, leaves in state.items()}
         if self.records:
+            self.end = {name: [sample(leaf) for leaf in leaves] for name, leaves in state.items()}
             self.anchor = len(self.records), Vault([leaf for leaves in aliases(state).values() for leaf in leaves])
 
     # --- called by autograd, in backward, possibly from several threads
@@ -243,6 +250,23 @@ class Walk:
         frame = self.frames[index]()
         if frame is not None and record.kept is None:
             frame.store, frame.versions = store, recount.versions  # type: ignore[assignment]
+        if undo and index == 0:
+            self.check_arrival()
+
+    @torch.no_grad()
+    def check_arrival(self) -> None:
+        """Raise if the walk did not arrive where forward began: some function did something else, or rounding grew too large.
+
+        The limit is the fourth root of the dtype's epsilon (1e-4 in float64, 2e-2 in float32, 0.3 in bfloat16), relative to what
+        the stream held at either end: far beyond healthy rounding.
+        """
+        for name, expected in self.start.items():
+            for then, now, end in zip(expected, map(sample, self.state[name]), self.end[name]):
+                if then.is_floating_point() and then.numel() and not then.is_meta:
+                    limit = torch.finfo(then.dtype).eps ** 0.25
+                    error, scale = (now - then).abs().max().item(), max(then.abs().max().item(), end.abs().max().item())
+                    if error > limit * scale:
+                        raise errors.wrong_arrival(len(self.records), name, error, scale, limit)
 
     def undo(self, step: Step, index: int, parts: Parts) -> None:
         """Take an update out of its target. Overwrites the target where no one else can see it."""
@@ -252,6 +276,13 @@ class Walk:
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             self.state[step.target] = [(in_place if is_unshared(y) else inverse)(y, *out) for y, out in zip(target, parts)]
         self.at = index
+
+
+def sample(leaf: Tensor) -> Tensor:
+    """Sixteen elements of a tensor, or all of a smaller one, without copying the rest."""
+    leaf = leaf.detach()
+    row = leaf.view(-1) if leaf.is_contiguous() else leaf[(0,) * (leaf.ndim - 1)]
+    return row[:: max(row.numel() // 16, 1)][:16].clone()
 
 
 def compare(recount: Recount, then: list[Meta], where: Callable[[], str]) -> None:
