@@ -247,24 +247,8 @@ class Replay:
 
     __slots__ = ("differs", "gradients", "undo")
 
-    def __init__(
-        self,
-        scene: Scene,
-        cast: Cast,
-        versions: list[int],
-        random: list[bytes] | None,
-        buffers: Buffers,
-        is_present: bool,
-        where: Callable[[], str],
-    ) -> None:
-        if [p._version for p in cast.parameters] != versions:
-            check_parameters(cast, versions, where)
-        self.differs = None
-        if not is_present or random is not None or buffers:
-            for _, name, value, version in buffers:
-                if version is not None and value._version != version:
-                    raise errors.edited_buffer(where(), name, (version, value._version))
-            self.differs = scene, cast, random, buffers
+    def __init__(self, scene: Scene, cast: Cast, random: list[bytes] | None, buffers: Buffers, is_present: bool) -> None:
+        self.differs = None if is_present and random is None and not buffers else (scene, cast, random, buffers)
 
     @staticmethod
     def restore(scene: Scene, cast: Cast, random: list[bytes] | None, buffers: Buffers) -> ExitStack:
@@ -326,12 +310,16 @@ def _put(slot: dict[str, Any], name: str, value: Any) -> None:
         slot[name] = value
 
 
-def check_parameters(cast: Cast, versions: list[int], where: Callable[[], str]) -> None:
-    """Raise if a parameter that the function still uses was edited since forward, naming it."""
-    names = {id(p): name for module in reversed(cast.modules) for name, p in module.named_parameters()}
-    for parameter, version in zip(cast.parameters, versions):
-        if parameter._version != version and id(parameter) in names:
-            raise errors.edited_parameter(where(), names[id(parameter)], (version, parameter._version))
+def check_unedited(cast: Cast, versions: list[int], buffers: Buffers, where: Callable[[], str]) -> None:
+    """Raise if a parameter or a constant buffer that the function still uses was edited since forward, naming it."""
+    if [p._version for p in cast.parameters] != versions:
+        names = {id(p): name for module in reversed(cast.modules) for name, p in module.named_parameters()}
+        for parameter, version in zip(cast.parameters, versions):
+            if parameter._version != version and id(parameter) in names:
+                raise errors.edited_parameter(where(), names[id(parameter)], (version, parameter._version))
+    for _, name, value, version in buffers:
+        if version is not None and value._version != version:
+            raise errors.edited_buffer(where(), name, (version, value._version))
 
 
 def modules_of(*functions: Any) -> list[nn.Module]:

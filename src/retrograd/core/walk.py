@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from retrograd.core import errors
 from retrograd.core.program import Parts, Program, State, Step, call, couple, fit, place
-from retrograd.core.replay import Buffers, Replay, Scene
+from retrograd.core.replay import Buffers, Replay, Scene, check_unedited
 from retrograd.core.streams import Leaves, Spec, describe, flatten, unflatten
 from retrograd.core.updates import TRUSTED
 
@@ -157,7 +157,10 @@ class Walk:
             if frame.store is None or frame.store[slot] is None:  # else another thread was faster
                 # `ctx.saved_tensors` may be read twice: run the update once more, and this time free nothing before it is over.
                 frame.kept = self.at == index and frame.store is not None
-                self.reach(index)
+                if self.at == index + 1:  # nearly always
+                    self.step_back()
+                else:
+                    self.reach(index)
                 if frame.store is None or frame.kept:  # the walk began here, or has been here before
                     self.recompute(index, undo=False)
             assert frame.store is not None
@@ -225,8 +228,9 @@ class Walk:
         """Run update `index` again and give its frame what autograd saves. With `undo`, also take it out of its target."""
         record, step, state, specs = self.records[index], self.program[index], self.state, self.specs
         scene, target, saved, by_fn = self.scene, step.target, record.saved, record.by_fn
-        recount, where = Recount(), functools.partial(place, self.program, index)
-        replay = Replay(scene, scene.casts[index], record.versions, record.random, record.buffers, self.is_present, where)
+        recount, cast, where = Recount(), scene.casts[index], functools.partial(place, self.program, index)
+        check_unedited(cast, record.versions, record.buffers, where)
+        replay = Replay(scene, cast, record.random, record.buffers, self.is_present)
         try:
             with replay, saved_tensors_hooks(recount.pack, recount.unpack):
                 parts = record.kept
