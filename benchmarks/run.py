@@ -132,12 +132,14 @@ def main() -> None:
         "--out", type=Path, default=Path("benchmarks/results/step.jsonl"), help="where the rows go, as JSON lines"
     )
     arguments = parser.parse_args()
+    if arguments.out.is_dir():  # before minutes of measuring, not after
+        parser.error(f"--out {arguments.out} is a folder; name a file in it")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for name in arguments.size:
         measured = measure(SIZES[name], arguments.rounds)
         print(table(measured, SIZES[name]), end="\n\n", flush=True)
         rows += measured
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{len(rows)} rows in {arguments.out}")
 

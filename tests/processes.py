@@ -153,6 +153,14 @@ def gradients(model: nn.Module) -> Gradients:
     return [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]
 
 
+def accumulated(steps: int) -> Gradients:
+    """What one process has after so many backwards and no step."""
+    model = Model()
+    for step in range(steps):
+        loss(model, step).backward()
+    return gradients(model)
+
+
 def dropout_gradients(model: nn.Module, rank: int) -> Gradients:
     """Each rank has a seed of its own."""
     torch.manual_seed(100 + rank)

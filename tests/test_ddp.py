@@ -109,10 +109,7 @@ def test_every_step_has_the_gradients_of_one_process(results, setup, memory):
 
 @pytest.mark.parametrize("memory", REVERSED)
 def test_no_sync_accumulates(results, memory):
-    model = Model()
-    for step in range(3):
-        processes.loss(model, step).backward()
-    expected = processes.gradients(model)
+    expected = processes.accumulated(3)
     for got in results[f"accumulate-{memory}"]:
         assert zoo.worst(got, expected) < 1e-9
 

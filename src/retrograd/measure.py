@@ -8,7 +8,6 @@ kernel is not seen.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -32,13 +31,12 @@ class LiveBytes(TorchDispatchMode):
         (1024, 2048)
     """
 
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.now = 0
         self.peak = 0
-        self._sizes: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}  # by the address of a storage, as long as it lives; 0 for one from before
         self._watches: dict[int, weakref.ref[Any]] = {}
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -46,19 +44,16 @@ class LiveBytes(TorchDispatchMode):
         for leaf in flatten(result)[0]:
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                if storage._cdata in self._sizes or storage._cdata in self._known:
+                if storage._cdata in self._sizes:
                     continue
                 if inputs is None:  # a view or an in-place result of a tensor from before
                     leaves = flatten((args, kwargs or {}))[0]
                     inputs = {t.untyped_storage()._cdata for t in leaves if isinstance(t, Tensor)}
-                if storage._cdata in inputs:
-                    self._known.add(storage._cdata)
-                else:
-                    self._add(storage)
+                self._add(storage, 0 if storage._cdata in inputs else storage.nbytes())
         return result
 
-    def _add(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
+    def _add(self, storage: Any, size: int) -> None:
+        key = storage._cdata
         self._sizes[key] = size
         self._watches[key] = weakref.ref(storage, lambda _: self._remove(key))
         self.now += size

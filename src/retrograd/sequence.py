@@ -74,16 +74,13 @@ class ReversibleSequence(nn.Module):
 
     def _forward(self, new_run: Callable[..., Run], x: Any, kwargs: dict[str, Any]) -> Any:
         program = self._program(kwargs)
-        leaves, spec = flatten_stream(x, "the input")
-        halves = [self.streams.split(leaf) for leaf in leaves]
-        streams = {name: unflatten([half[i] for half in halves], spec) for i, name in enumerate(("x1", "x2"))}
-        run = new_run(self, streams, kwargs, [step for steps in program for step in steps])
-        x, leaves, halves, streams = None, (), (), {}  # from here on the run alone decides what stays alive
+        run = new_run(self, self._open(x, "the input"), kwargs, [step for steps in program for step in steps])
+        x = None  # from here on the run alone decides what stays alive
         for block, steps in zip(self.blocks, program):
             run.enter(block({name: list(leaves) for name, leaves in run.state.items()}, run, steps))
-        joined = [self.streams.join(y1, y2) for y1, y2 in zip(run.state["x1"], run.state["x2"])]
+        joined = self._close(run)
         run.finish()
-        return _with_aux(unflatten(joined, spec), run)
+        return _with_aux(joined, run)
 
     @torch.no_grad()
     def inverse(self, y: Any, /, **kwargs: Any) -> Any:
@@ -98,14 +95,21 @@ class ReversibleSequence(nn.Module):
                 "streams=rg.Split(), or use rg.Reversible, whose output is its streams."
             )
         program = self._program(kwargs)
-        leaves, spec = flatten_stream(y, "the output")
-        halves = [self.streams.split(leaf) for leaf in leaves]
-        streams = {name: unflatten([half[i] for half in halves], spec) for i, name in enumerate(("x1", "x2"))}
-        run = Run(streams, kwargs, [step for steps in program for step in steps])
+        run = Run(self._open(y, "the output"), kwargs, [step for steps in program for step in steps])
         run.index = len(run.program)
         for block, steps in zip(reversed(self.blocks), reversed(program)):
             block(run.state, run, steps, undo=True)
-        return unflatten([self.streams.join(x1, x2) for x1, x2 in zip(run.state["x1"], run.state["x2"])], spec)
+        return self._close(run)
+
+    def _open(self, value: Any, name: str) -> dict[str, Any]:
+        """A value as two streams."""
+        leaves, spec = flatten_stream(value, name)
+        halves = [self.streams.split(leaf) for leaf in leaves]
+        return {stream: unflatten([half[i] for half in halves], spec) for i, stream in enumerate(("x1", "x2"))}
+
+    def _close(self, run: Run) -> Any:
+        """Two streams as a value."""
+        return unflatten([self.streams.join(y1, y2) for y1, y2 in zip(run.state["x1"], run.state["x2"])], run.specs["x1"])
 
     def _program(self, kwargs: dict[str, Any]) -> list[list[Step]]:
         """The updates of each block. Looked up at each call, because users replace and wrap modules."""

@@ -66,9 +66,7 @@ class Run:
             parts, aux = fit(call(step, reads, self.keywords), self.program, self.index, target, self.specs[step.target])
             updated = couple(step, target, parts)
         except Exception as error:
-            if self.is_leaf_edit(error, leaves):
-                raise self.edited_input(leaves, None) from error
-            errors.note(error, place(self.program, self.index), [(name, state[name]) for name in step.reads])
+            self.blame(error, leaves)
             raise
         if versions != [leaf._version for leaf in leaves]:
             raise self.edited_input(leaves, versions)
@@ -88,15 +86,16 @@ class Run:
     def finish(self) -> None:
         """Called after the last update, before anyone else sees the streams."""
 
-    def is_leaf_edit(self, error: Exception, leaves: Leaves) -> bool:
-        """Whether torch itself refused to edit an input in place, because it is a leaf. It cannot say which update that was."""
-        return "leaf Variable that requires grad" in str(error) and any(leaf.is_leaf and leaf.requires_grad for leaf in leaves)
+    def blame(self, error: Exception, leaves: Leaves) -> None:
+        """Say in which update a function failed: a note on its own error, or ours if torch refused to edit a leaf in place."""
+        for leaf in leaves:
+            if "leaf Variable that requires grad" in str(error) and leaf.is_leaf and leaf.requires_grad:
+                raise self.edited_input([leaf], [-1]) from error
+        reads = [(name, self.state[name]) for name in self.program[self.index].reads]
+        errors.note(error, place(self.program, self.index), reads)
 
-    def edited_input(self, leaves: Leaves, versions: list[int] | None) -> errors.RetrogradError:
-        if versions is None:
-            edited = next(leaf for leaf in leaves if leaf.is_leaf and leaf.requires_grad)
-        else:
-            edited = next(leaf for leaf, version in zip(leaves, versions) if leaf._version != version)
+    def edited_input(self, leaves: Leaves, versions: list[int]) -> errors.RetrogradError:
+        edited = next(leaf for leaf, version in zip(leaves, versions) if leaf._version != version)
         step = self.program[self.index]  # reads first: at the start of a stack, target and read may be one tensor
         name = next(name for name in (*step.reads, step.target) if any(leaf is edited for leaf in self.state[name]))
         return errors.edited_input(place(self.program, self.index), name, describe(edited))

@@ -60,7 +60,7 @@ def is_recomputing() -> bool:
 # [Note: constant buffers] To replay a buffer, its value before the function ran is needed, but whether the function changes it
 # shows only afterwards. So every buffer is copied and compared; by value, because BatchNorm changes its statistics without
 # moving their version counters. But a large one that was seen unchanged is not copied again: masks and rotary tables cost one
-# copy in the life of a module, not one for each call. Should its version show that it changed after all, `Cast.changes`
+# copy in the life of a module, not one for each call. Should its version show that it changed after all, `Scene.changes`
 # says that the value is lost, and the tape keeps that one update. Remembered per module, name and training flag.
 LARGE = 1 << 16  # bytes; beyond any channel statistics, below any table that hurts
 _constant: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = weakref.WeakKeyDictionary()

@@ -22,7 +22,7 @@ from retrograd.core import errors
 from retrograd.core.memory import Plan, is_spare
 from retrograd.core.program import Parts, Program, Run, State, Step, call, couple, fit, place
 from retrograd.core.replay import Backstage, Scene
-from retrograd.core.streams import Leaves, describe, flatten, unflatten
+from retrograd.core.streams import Leaves, describe, unflatten
 from retrograd.core.updates import TRUSTED
 from retrograd.core.walk import Arguments, Frame, Record, Walk, meta
 
@@ -39,13 +39,13 @@ class Tape(Run):
         self.sample_bytes: list[int] = []
         self.sealed = False  # from here on updates are kept: plain autograd
         self.untried = {id(step.coupling) for step in program if not isinstance(step.coupling, TRUSTED)}
-        arguments, _ = flatten(keywords)
+        arguments = Arguments(keywords)
         leaves = (leaf for values in self.state.values() for leaf in values)
         # A coupling of ours has no state; a user's own may be a module, and so may an argument.
-        given = tuple(value for value in arguments if isinstance(value, torch.nn.Module))
+        given = tuple(value for value in arguments.leaves if isinstance(value, torch.nn.Module))
         functions = [(s.fn, *given) if isinstance(s.coupling, TRUSTED) else (s.fn, s.coupling, *given) for s in program]
-        self.scene = Scene(backstage.get(functions), leaves, arguments)
-        self.walk = Walk(program, self.specs, self.scene, Arguments(keywords))
+        self.scene = Scene(backstage.get(functions), leaves, arguments.leaves)
+        self.walk = Walk(program, self.specs, self.scene, arguments)
         self.walk.arrive_at(self.state)
 
     def enter(self, state: State) -> None:
@@ -75,14 +75,11 @@ class Tape(Run):
         try:
             with saved_tensors_hooks(frame.pack, frame.unpack):
                 reads = [unflatten(state[name], specs[name]) for name in step.reads]
-                output = call(step, reads, self.keywords) if step.keywords else step.fn(*reads)
-                parts, aux = fit(output, self.program, index, target, specs[step.target])
+                parts, aux = fit(call(step, reads, self.keywords), self.program, index, target, specs[step.target])
                 record.by_fn = len(frame.store)  # type: ignore[arg-type]
                 updated = couple(step, target, parts)
         except Exception as error:
-            if self.is_leaf_edit(error, leaves):
-                raise self.edited_input(leaves, None) from error
-            errors.note(error, place(self.program, index), [(name, state[name]) for name in step.reads])
+            self.blame(error, leaves)
             raise
         finally:
             saved: list[Tensor] = frame.store  # type: ignore[assignment]

@@ -130,7 +130,7 @@ class Walk:
 
     def arrive_at(self, state: State) -> None:
         """The state before update 0, where a walk through all updates must arrive."""
-        self.start = {name: [sample(leaf) for leaf in leaves] for name, leaves in state.items()}
+        self.start = samples(state)
 
     def note_random(self) -> list[bytes]:
         """The random states. Forgets those before the last update if it did not draw: they cost 5 kB each on a CPU."""
@@ -145,7 +145,7 @@ class Walk:
         self.newest = len(self.records) - 1
         self.counts = {name: len(leaves) for name, leaves in state.items()}
         if self.records:
-            self.end = {name: [sample(leaf) for leaf in leaves] for name, leaves in state.items()}
+            self.end = samples(state)
             self.anchor = len(self.records), Vault([leaf for leaves in aliases(state).values() for leaf in leaves])
 
     # --- called by autograd, in backward, possibly from several threads
@@ -157,10 +157,7 @@ class Walk:
             if frame.store is None or frame.store[slot] is None:  # else another thread was faster
                 # `ctx.saved_tensors` may be read twice: run the update once more, and this time free nothing before it is over.
                 frame.kept = self.at == index and frame.store is not None
-                if self.at == index + 1:  # nearly always
-                    self.step_back()
-                else:
-                    self.reach(index)
+                self.reach(index)
                 if frame.store is None or frame.kept:  # the walk began here, or has been here before
                     self.recompute(index, undo=False)
             assert frame.store is not None
@@ -264,8 +261,9 @@ class Walk:
         The limit is the fourth root of the dtype's epsilon (1e-4 in float64, 2e-2 in float32, 0.3 in bfloat16), relative to what
         the stream held at either end: far beyond healthy rounding.
         """
+        arrived = samples(self.state)
         for name, expected in self.start.items():
-            for then, now, end in zip(expected, map(sample, self.state[name]), self.end[name]):
+            for then, now, end in zip(expected, arrived[name], self.end[name]):
                 if then.is_floating_point() and then.numel() and not then.is_meta:
                     limit = torch.finfo(then.dtype).eps ** 0.25
                     error, scale = (now - then).abs().max().item(), max(then.abs().max().item(), end.abs().max().item())
@@ -282,9 +280,12 @@ class Walk:
         self.at = index
 
 
+def samples(state: State) -> State:
+    return {name: [sample(leaf.detach()) for leaf in leaves] for name, leaves in state.items()}
+
+
 def sample(leaf: Tensor) -> Tensor:
     """Sixteen elements of a tensor, or all of a smaller one, without copying the rest."""
-    leaf = leaf.detach()
     row = leaf.view(-1) if leaf.is_contiguous() else leaf[(0,) * (leaf.ndim - 1)]
     return row[:: max(row.numel() // 16, 1)][:16].clone()
 
