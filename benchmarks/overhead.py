@@ -1,9 +1,10 @@
 """What the engine costs beyond the least that reversal on the real autograd graph can do.
 
-    python -m benchmarks.overhead [--rounds 60]
+    python -m benchmarks.overhead [--rounds 60] [--promises]
 
 On tiny blocks, where bookkeeping shows: microseconds per update, forward and backward, of plain autograd, of `Floor` (hooks,
 recompute and subtraction; no checks, no replay of anything, no errors), of retrograd, and of the peers that are installed.
+With `--promises`, also retrograd without what one promise or another asks of it: what that promise costs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.cases import SIZES, contestants, pairs
 from benchmarks.run import example
+from retrograd.core import replay, tape, walk
 
 
 class Floor(nn.Module):
@@ -68,23 +70,72 @@ class _Hooks:
         return tensor
 
 
+# What each promise asks the engine to do for every update, and the engine without it. (Never switched off outside this file.)
+PROMISES: dict[str, list[tuple[Any, str, Any]]] = {
+    "4, random draws replay: the generator's state": [(replay.Scene, "random_states", lambda scene: [])],
+    "7, buffers: what the function changed": [(replay.Scene, "changes", lambda scene, cast, seen: ([], True))],
+    "12, another recompute raises: what autograd saved": [
+        (tape, "meta", type),
+        (walk.Walk, "compare", lambda *args: None),
+    ],
+    "12, edited parameters raise": [(walk, "version_of", type)],
+    "12, a walk that ends elsewhere raises": [
+        (walk.Walk, "check_arrival", lambda walk: None),
+        (walk, "samples", lambda state: {}),
+    ],
+    "12, misfits raise: shape and dtype of the output": [
+        (tape, "fit", lambda output, *args: ([(output,)], ())),
+        (walk, "fit", lambda output, *args: ([(output,)], ())),
+    ],
+    "11, whether the target may be overwritten": [(walk, "is_unshared", lambda tensor: True)],
+}
+PROMISES["all of these"] = [patch for patches in PROMISES.values() for patch in patches]
+
+
+class Without(nn.Module):
+    """A stack whose engine leaves something out while it takes a step."""
+
+    def __init__(self, stack: nn.Module, patches: list[tuple[Any, str, Any]]) -> None:
+        super().__init__()
+        self.stack = stack
+        self.patches = patches
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stack(x)
+
+    def swap(self) -> None:
+        """Leave it out, or put it back."""
+        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in self.patches]
+        for owner, name, value in self.patches:
+            setattr(owner, name, value)
+        self.patches = originals
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60, help="timed steps of each contestant")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--promises", action="store_true", help="also what each promise costs")
+    options = parser.parse_args()
+    rounds = options.rounds
     size = SIZES["tiny"]
     x, networks = example(size), contestants(size)
     networks = {"plain": networks.pop("plain"), "floor": Floor(pairs(size)), **networks}
+    if options.promises:
+        networks |= {f"without {name}": Without(networks["retrograd"], patches) for name, patches in PROMISES.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in networks}
     for i in range(rounds + 5):
         for name, network in networks.items():
             network.zero_grad(set_to_none=True)
+            if isinstance(network, Without):
+                network.swap()
             start = time.perf_counter()
             loss = network(x * 1.0).square().mean()
             middle = time.perf_counter()
             loss.backward()
             if i >= 5:
                 times[name].append((middle - start, time.perf_counter() - middle))
+            if isinstance(network, Without):
+                network.swap()
     updates = 2 * size.blocks
     plain = [sum(pair) for pair in times["plain"]]
     print("| | forward, µs per update | backward, µs per update | step, plain = 1 |\n| --- | ---: | ---: | ---: |")

@@ -86,7 +86,8 @@ def test_blocks_are_pairs_of_functions(blocks, error, message):
         (lambda: rg.Momentum(1.0), ValueError, "strictly between 0 and 1"),
         (lambda: rg.Affine(0.0), ValueError, "limit must be a positive number"),
         (lambda: rg.Reversible([torch.sin]), TypeError, r"updates\[0\].*write rg.Update"),
-        (lambda: rg.Update("a", 3), TypeError, "fn is not callable"),
+        (lambda: rg.Update("a", 3), TypeError, "fn is 3, which is not callable"),
+        (lambda: rg.Update("a", torch.nn.ReLU), TypeError, "fn is the class ReLU; pass an instance"),
     ],
 )
 def test_wrong_options(make, error, message):

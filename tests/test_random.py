@@ -100,7 +100,7 @@ def test_every_device_that_holds_a_stream_is_replayed(monkeypatch):
     scene = replay.Scene(replay.Structure([()]), [on_device], [])
     then = scene.random_states()
     states.append(states[0] + 1)  # the function draws
-    with replay.Replay(scene, scene.casts[0], then, [], True):
+    with scene.put_back(scene.casts[0], then, []):
         assert torch.equal(states[-1], torch.arange(16, dtype=torch.uint8))
     assert torch.equal(states[-1], states[0] + 1)
     assert {where for _, where in calls} == {device}

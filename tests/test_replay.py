@@ -277,7 +277,7 @@ def test_a_hook_on_a_block_that_edits_the_state_it_is_given():
     stack, x = stack_of(lambda: zoo.Mix(4), "reverse"), rows()
 
     def edit(module, args):
-        args[0]["x1"][0] = args[0]["x1"][0] * 2
+        args[0]["x1"] = (args[0]["x1"][0] * 2,)
 
     stack.blocks[1].register_forward_pre_hook(edit)
     with pytest.raises(rg.RetrogradError, match="a hook on the block replaced stream 'x1'"):

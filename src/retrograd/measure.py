@@ -11,12 +11,12 @@ import weakref
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from retrograd.core.private import DispatchMode
 from retrograd.core.streams import flatten
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(DispatchMode):
     """While active, counts bytes of tensors made inside: `now`, and `peak`, the most there ever were.
 
     Tensors that existed before, such as parameters, do not count. Gradients do: `peak - gradients` is what a user sees as

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import nn
 
 from retrograd.core import errors
 from retrograd.core.memory import Keep, Reverse
-from retrograd.core.program import Run, Step, place
+from retrograd.core.private import are_transforms_active, without_compiler
+from retrograd.core.program import Run, State, Step, place
 from retrograd.core.replay import Backstage
 from retrograd.core.streams import Duplicate, flatten_stream, unflatten
 from retrograd.core.tape import Tape
@@ -77,7 +78,7 @@ class ReversibleSequence(nn.Module):
         run = new_run(self, self._open(x, "the input"), kwargs, [step for steps in program for step in steps])
         x = None  # from here on the run alone decides what stays alive
         for block, steps in zip(self.blocks, program):
-            run.enter(block({name: list(leaves) for name, leaves in run.state.items()}, run, steps))
+            run.enter(block(dict(run.state), run, steps))
         joined = self._close(run)
         run.finish()
         return _with_aux(joined, run)
@@ -113,17 +114,21 @@ class ReversibleSequence(nn.Module):
 
     def _program(self, kwargs: dict[str, Any]) -> list[list[Step]]:
         """The updates of each block. Looked up at each call, because users replace and wrap modules."""
+        functions: list[Any] = [fn for block in self.blocks for fn in (block.f, block.g)]
+        made_of, last = [*functions, self.coupling], self._backstage.program_of
+        if not kwargs and len(made_of) == len(last) and all(map(operator.is_, made_of, last)):
+            return self._backstage.program
         coupling, route = self.coupling, self.route
         pair = coupling.pair() if hasattr(coupling, "pair") else _ADD.pair()
         returns = getattr(coupling, "returns", _ADD.returns)
         program, taken = [], set()
-        for i, block in enumerate(self.blocks):
+        for i in range(len(self.blocks)):
             steps = []
             for target, function, reads in pair:
                 if function is None:
                     steps.append(Step(f"blocks.{i}, the step of {target}", target, reads, _IDENTITY, _ADD, {}, _ADD.returns))
                     continue
-                fn, keywords = getattr(block, function), {}
+                fn, keywords = functions[2 * i + (function == "g")], {}
                 if kwargs:
                     keywords = route.keywords(i, function, fn, kwargs)
                     taken.update(keywords)
@@ -133,6 +138,8 @@ class ReversibleSequence(nn.Module):
             check_all_taken(
                 kwargs, taken | route.mentioned(), [step for steps in program for step in steps], 'route={{{!r}: "f"}}'
             )
+        if not kwargs:
+            self._backstage.program_of, self._backstage.program = made_of, program
         return program
 
 
@@ -147,11 +154,11 @@ class Block(nn.Module):
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={fn!r}" for name in "fg" if not isinstance(fn := getattr(self, name), nn.Module))
 
-    def forward(self, state: dict[str, list[Tensor]], run: Run, steps: list[Step], undo: bool = False) -> dict[str, list[Tensor]]:
+    def forward(self, state: State, run: Run, steps: list[Step], undo: bool = False) -> State:
         run.enter(state)
         for step in reversed(steps) if undo else steps:
             (run.undo if undo else run.update)(step)
-        return run.state
+        return dict(run.state)  # a copy goes in and a copy comes out: whatever a hook does to it shows
 
 
 class Update(nn.Module):
@@ -186,8 +193,7 @@ class Update(nn.Module):
         super().__init__()
         if isinstance(reads, str):
             raise TypeError(f"Update({target!r}, reads={reads!r}): reads is a tuple of names; write reads=({reads!r},).")
-        if not callable(fn):
-            raise TypeError(f"Update({target!r}, fn={fn!r}): fn is not callable. Pass a module or a function.")
+        _check_function(fn, f"Update({target!r}), fn")
         if target in reads:
             raise ValueError(
                 f"Update({target!r}, reads={tuple(reads)!r}): a function may not read its own target, because the target's "
@@ -294,7 +300,6 @@ def _is_recorded(memory: Any) -> bool:
     """Whether a call leaves a tape. Where saved-tensor hooks are not allowed or not followed, the same updates run plain.
 
     That is inside torch.func transforms, under forward-mode differentiation, and while a graph is traced or exported.
-    `torch._C._are_functorch_transforms_active` and `forward_ad._current_level` are private; public ones would replace them.
     """
     if (
         isinstance(_checked_memory(memory), Keep)
@@ -303,7 +308,7 @@ def _is_recorded(memory: Any) -> bool:
         or torch.jit.is_tracing()
     ):
         return False
-    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+    return not are_transforms_active()
 
 
 def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
@@ -312,9 +317,8 @@ def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> A
 
 # [Note: torch.compile] Forward and recompute must call the same callable, compiled or not, or they save different tensors. A
 # compiled model would compile the functions in forward, but not in backward, where the tape calls them. So a recorded call
-# runs outside the compiler; functions that were compiled themselves stay compiled both times. `torch._disable_dynamo` is
-# `torch.compiler.disable`, except that it does not import the compiler (seconds) before it is needed.
-@torch._disable_dynamo
+# runs outside the compiler; functions that were compiled themselves stay compiled both times.
+@without_compiler
 def _recorded(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
     def new_run(module: Any, streams: dict[str, Any], keywords: dict[str, Any], program: list[Step]) -> Run:
         return Tape(streams, keywords, program, module.memory.plan([step.target for step in program]), module._backstage)
@@ -326,7 +330,7 @@ def _with_aux(result: Any, run: Run) -> Any:
     return (result, run.aux) if run.aux else result
 
 
-def _guard(state: dict[str, list[Tensor]], program: list[Step]) -> None:
+def _guard(state: State, program: list[Step]) -> None:
     """Raise, first thing in backward, if a stream that was handed out has been edited in place since."""
     last = {step.target: index for index, step in enumerate(program)}
     outputs = [(name, weakref.ref(leaf), leaf._version) for name in last for leaf in state[name]]
@@ -370,7 +374,11 @@ def _pair(pair: Any, index: int) -> Block:
     if len(pair) != 2:
         raise ValueError(f"blocks[{index}] has {len(pair)} functions, not a pair. Pass an iterable of (f, g).")
     for name, fn in zip("fg", pair):
-        if not callable(fn) or isinstance(fn, type):
-            what = f"the class {fn.__name__}; pass an instance" if isinstance(fn, type) else f"{fn!r:.80}, which is not callable"
-            raise TypeError(f"blocks[{index}].{name} is {what}. Pass a module or a function.")
+        _check_function(fn, f"blocks[{index}].{name}")
     return Block(*pair)
+
+
+def _check_function(fn: Any, where: str) -> None:
+    if not callable(fn) or isinstance(fn, type):
+        what = f"the class {fn.__name__}; pass an instance" if isinstance(fn, type) else f"{fn!r:.80}, which is not callable"
+        raise TypeError(f"{where} is {what}. Pass a module or a function.")

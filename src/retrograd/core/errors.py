@@ -6,6 +6,7 @@ stand here together, so that they read alike; who raises one knows only the fact
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -34,7 +35,7 @@ def explain(kind: type[RetrogradError], where: str, what: str, why: str, fix: st
     return kind(f"{where} {what}\n  Why: {why}\n  Fix: {fix}")
 
 
-def note(error: Exception, where: str, reads: list[tuple[str, list[Any]]]) -> None:
+def note(error: Exception, where: str, reads: Sequence[tuple[str, Sequence[Any]]]) -> None:
     """Add to a user's exception, which stays as it is, in which update it came up."""
     if hasattr(error, "add_note") and not isinstance(error, RetrogradError):  # Python 3.11
         streams = [f"{name}: {', '.join(f'{str(t.dtype)[6:]}{list(t.shape)}' for t in leaves)}" for name, leaves in reads]

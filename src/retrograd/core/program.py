@@ -17,7 +17,7 @@ from retrograd.core.streams import Leaves, Spec, describe, flatten_like, flatten
 from retrograd.core.updates import Coupling, WithAux
 
 Parts = list[tuple[Tensor, ...]]  # for each leaf of the target, what the coupling gets besides it
-State = dict[str, Leaves]
+State = dict[str, tuple[Tensor, ...]]  # each stream's leaves; tuples, so that they change only by being replaced
 
 
 class Step(NamedTuple):
@@ -42,7 +42,8 @@ class Run:
         self.state: State = {}
         self.specs: dict[str, Spec] = {}
         for name, value in streams.items():
-            self.state[name], self.specs[name] = flatten_stream(value, name)
+            leaves, self.specs[name] = flatten_stream(value, name)
+            self.state[name] = tuple(leaves)
         self.keywords = keywords
         self.program = program
         self.index = 0  # of the next update
@@ -81,7 +82,7 @@ class Run:
         state, target = self.state, self.state[step.target]
         reads = [unflatten(state[name], self.specs[name]) for name in step.reads]
         parts, _ = fit(call(step, reads, self.keywords), self.program, self.index, target, self.specs[step.target])
-        state[step.target] = [step.coupling.inverse(y, *out) for y, out in zip(target, parts)]
+        state[step.target] = tuple([step.coupling.inverse(y, *out) for y, out in zip(target, parts)])
 
     def finish(self) -> None:
         """Called after the last update, before anyone else sees the streams."""
@@ -113,10 +114,12 @@ def call(step: Step, reads: list[Any], keywords: dict[str, Any]) -> Any:
     return step.fn(*reads, **{inner: keywords[outer] for inner, outer in step.keywords.items()})
 
 
-def couple(step: Step, target: Leaves, parts: Parts) -> Leaves:
+def couple(step: Step, target: Leaves, parts: Parts) -> tuple[Tensor, ...]:
     """The target after the update."""
     forward = step.coupling.forward
-    return [forward(x, *out) for x, out in zip(target, parts)]
+    if len(parts) == 1:
+        return (forward(target[0], *parts[0]),)  # nearly always
+    return tuple([forward(x, *out) for x, out in zip(target, parts)])
 
 
 def fit(output: Any, program: Program, index: int, target: Leaves, spec: Spec) -> tuple[Parts, Sequence[Any]]:

@@ -19,6 +19,7 @@ raise.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import threading
 import types
@@ -30,17 +31,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from retrograd.core import errors
+from retrograd.core.private import NormWithStatistics, has_step_hooks
 
 
-class _Local(threading.local):
+class _Recomputing(threading.local):
     def __init__(self) -> None:
         self.depth = 0  # recomputes under way in this thread, one inside the other
 
 
-_local = _Local()
+recomputing = _Recomputing()
 
 
 def is_recomputing() -> bool:
@@ -54,7 +55,7 @@ def is_recomputing() -> bool:
         ...             self.calls += 1
         ...         return super().forward(x)
     """
-    return _local.depth > 0
+    return recomputing.depth > 0
 
 
 # [Note: constant buffers] To replay a buffer, its value before the function ran is needed, but whether the function changes it
@@ -65,6 +66,10 @@ def is_recomputing() -> bool:
 LARGE = 1 << 16  # bytes; beyond any channel statistics, below any table that hurts
 _constant: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = weakref.WeakKeyDictionary()
 
+# Getters, because `map` with one runs in C: these loops run for every call, over everything a network holds.
+version_of = operator.attrgetter("_version")
+_training = operator.attrgetter("training")
+_requires_grad = operator.attrgetter("requires_grad")
 MISSING: Any = object()  # in place of a buffer that was not registered
 
 # Whose, under which name, the value that the function saw, and its version; None marks a copy of our own.
@@ -74,13 +79,17 @@ Buffers = list[tuple[nn.Module, str, Any, "int | None"]]
 class Cast:
     """What one function consists of: its modules and parameters, and where these stand among all of its program's."""
 
-    __slots__ = ("first_held", "first_module", "first_parameter", "modules", "number", "parameters", "users")
+    first_module: int
+    first_parameter: int
+    first_held: int
 
     def __init__(self, number: int, modules: list[nn.Module]) -> None:
         self.number = number
+        self.saved: list[Any] = []  # what autograd saved when it last ran: see `walk.Record.saved`
         self.modules = modules
         self.parameters = [p for m in modules if m._parameters for p in m._parameters.values() if p is not None]
         self.users = [m for m in modules if m.__class__.__module__[:8] != "torch.nn"]  # torch's own hold no surprises
+        self.users_buffers = [m._buffers for m in self.users]
 
 
 class Structure:
@@ -108,17 +117,20 @@ class Structure:
             self.slots += slots
             self.held += [value for slot in slots for value in slot.values()]
         self.sizes = [len(slot) for slot in self.slots]
+        self.buffers = [m._buffers for m in self.modules]
 
     def is_current(self) -> bool:
-        if [len(slot) for slot in self.slots] != self.sizes:
+        if list(map(len, self.slots)) != self.sizes:
             return False
-        return all(map(operator.is_, [value for slot in self.slots for value in slot.values()], self.held))
+        return all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self.slots)), self.held))
 
 
 class Backstage:
     """What a stack remembers between calls. Not part of its copies and pickles."""
 
     structure: Structure | None = None
+    program: Any = None  # the last one without keyword arguments
+    program_of: Any = ()  # what it was made of
 
     def __reduce__(self) -> Any:
         return Backstage, ()
@@ -143,13 +155,12 @@ class Scene:
         self.structure = structure
         self.casts = structure.casts
         parameters = structure.parameters
-        self.training = [m.training for m in structure.modules]
-        self.flags = [p.requires_grad for p in parameters]
-        self.versions = [[p._version for p in cast.parameters] for cast in structure.distinct]
-        # Whether parameters may be stepped as soon as their gradients are there: [Note: an optimizer inside backward]. The
-        # attribute is private; a public `Tensor.has_post_accumulate_grad_hook()` would replace it.
-        self.steps_in_backward = any([p._post_accumulate_grad_hooks for p in parameters])  # noqa: C419  a list is faster
-        self.has_buffers = any([m._buffers for m in structure.modules])  # noqa: C419
+        self.training = list(map(_training, structure.modules))
+        self.flags = list(map(_requires_grad, parameters))
+        self.versions = [list(map(version_of, cast.parameters)) for cast in structure.distinct]
+        # Whether parameters may be stepped as soon as their gradients are there: [Note: an optimizer inside backward].
+        self.steps_in_backward = any(map(has_step_hooks, parameters))
+        self.has_buffers = any(structure.buffers)
         devices = {tensor.device for tensor in tensors}
         default = torch.default_generator
         self.generators: list[tuple[Callable[[], Tensor], Callable[[Tensor], Any]]] = [(default.get_state, default.set_state)]
@@ -168,9 +179,9 @@ class Scene:
     def is_present(self) -> bool:
         """Whether nothing but random states and buffers has to be put back. Asked once a walk."""
         structure = self.structure
-        if self.autocast_now() != self.autocast or [m.training for m in structure.modules] != self.training:
+        if self.autocast_now() != self.autocast or list(map(_training, structure.modules)) != self.training:
             return False
-        return [p.requires_grad for p in structure.parameters] == self.flags and structure.is_current()
+        return list(map(_requires_grad, structure.parameters)) == self.flags and structure.is_current()
 
     def buffers(self, cast: Cast) -> Seen:
         """The buffers that a function is about to see: whose, name, object, version, and a copy unless it is constant."""
@@ -191,7 +202,7 @@ class Scene:
 
     def changes(self, cast: Cast, seen: Seen) -> tuple[Buffers, bool]:
         """What to put back of the buffers; and whether the function can be run again: whether all it changed is known."""
-        versions = [p._version for p in cast.parameters]
+        versions = list(map(version_of, cast.parameters))
         complete = versions == self.versions[cast.number]
         if not complete:  # it edited its own parameters; updates before keep the old list, and will raise
             self.versions[cast.number] = versions
@@ -205,7 +216,7 @@ class Scene:
             edited = buffer._version != version or (copy is not None and not copy.is_meta and not torch.equal(copy, buffer))
             complete = complete and not (edited and copy is None)
             # Statistics of normalisation are copied even if unchanged: another forward may change them before backward.
-            if copy is not None and (edited or now is not buffer or isinstance(module, _NormBase)):
+            if copy is not None and (edited or now is not buffer or isinstance(module, NormWithStatistics)):
                 buffers.append((module, name, copy, None))
             else:
                 buffers.append((module, name, buffer, version))
@@ -213,7 +224,7 @@ class Scene:
                 _constant.get(module, set()).discard((name, module.training))
             elif copy is not None and copy.nbytes > LARGE:
                 _constant.setdefault(module, set()).add((name, module.training))
-        if any([m._buffers for m in cast.users]):  # noqa: C419  a function of the user's own may have registered some
+        if any(cast.users_buffers):  # a function of the user's own may have registered some
             known = {(module, name) for module, name, *_ in seen}
             buffers += [(m, name, MISSING, None) for m in cast.users for name in m._buffers if (m, name) not in known]
             self.has_buffers = True
@@ -228,39 +239,23 @@ class Scene:
 
     def random_states(self) -> list[bytes]:
         """The state of each generator. As bytes, because comparing them takes a tenth of comparing tensors."""
-        states = []
-        for get, _ in self.generators:
-            state = get()  # on the CPU, whatever device the generator is for
-            states.append(string_at(state.data_ptr(), state.nbytes))
-        return states
+        states = [get() for get, _ in self.generators]  # on the CPU, whatever device the generator is for
+        return [string_at(state.data_ptr(), state.nbytes) for state in states]
 
     def set_random_states(self, states: list[bytes]) -> None:
         for (_, put), state in zip(self.generators, states):
             put(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-
-class Replay:
-    """While entered: what an update saw, gradients on, `is_recomputing()` true. The present comes back whatever happens.
-
-    Written out, not as a generator, because it is entered for every update of every backward; and usually nothing differs.
-    """
-
-    __slots__ = ("differs", "gradients", "undo")
-
-    def __init__(self, scene: Scene, cast: Cast, random: list[bytes] | None, buffers: Buffers, is_present: bool) -> None:
-        self.differs = None if is_present and random is None and not buffers else (scene, cast, random, buffers)
-
-    @staticmethod
-    def restore(scene: Scene, cast: Cast, random: list[bytes] | None, buffers: Buffers) -> ExitStack:
-        """Put back what differs; what brings the present back is returned."""
+    def put_back(self, cast: Cast, random: list[bytes] | None, buffers: Buffers) -> ExitStack:
+        """Put back what an update saw, where it differs. Closing what is returned brings the present back."""
         with ExitStack() as undo:
-            for kind, then, now in zip(scene.kinds, scene.autocast, scene.autocast_now()):
+            for kind, then, now in zip(self.kinds, self.autocast, self.autocast_now()):
                 if then != now:
                     dtype, cache = then or (None, None)
                     undo.enter_context(torch.autocast(kind, enabled=then is not None, dtype=dtype, cache_enabled=cache))
-            structure, at = scene.structure, cast.first_held
+            structure, at = self.structure, cast.first_held
             start, end = cast.first_module, cast.first_module + len(cast.modules)
-            for module, flag in zip(cast.modules, scene.training[start:end]):
+            for module, flag in zip(cast.modules, self.training[start:end]):
                 if module.training != flag:
                     undo.callback(setattr, module, "training", module.training)
                     module.training = flag
@@ -272,7 +267,7 @@ class Replay:
                         undo.callback(_put, slot, name, now)
                         slot[name] = value
             start, end = cast.first_parameter, cast.first_parameter + len(cast.parameters)
-            for parameter, flag in zip(cast.parameters, scene.flags[start:end]):
+            for parameter, flag in zip(cast.parameters, self.flags[start:end]):
                 if parameter.requires_grad != flag and parameter.is_leaf:
                     undo.callback(parameter.requires_grad_, not flag)
                     parameter.requires_grad_(flag)
@@ -286,21 +281,9 @@ class Replay:
                     undo.callback(_put, module._buffers, name, now)
                     _put(module._buffers, name, value)
             if random is not None:
-                undo.callback(scene.set_random_states, scene.random_states())
-                scene.set_random_states(random)
+                undo.callback(self.set_random_states, self.random_states())
+                self.set_random_states(random)
             return undo.pop_all()
-
-    def __enter__(self) -> None:
-        self.undo = self.restore(*self.differs) if self.differs is not None else None
-        self.gradients = torch.is_grad_enabled()
-        torch.set_grad_enabled(True)
-        _local.depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        _local.depth -= 1
-        torch.set_grad_enabled(self.gradients)
-        if self.undo is not None:
-            self.undo.close()
 
 
 def _put(slot: dict[str, Any], name: str, value: Any) -> None:
@@ -310,16 +293,16 @@ def _put(slot: dict[str, Any], name: str, value: Any) -> None:
         slot[name] = value
 
 
-def check_unedited(cast: Cast, versions: list[int], buffers: Buffers, where: Callable[[], str]) -> None:
+def check_unedited(cast: Cast, versions: list[int], buffers: Buffers, where: str) -> None:
     """Raise if a parameter or a constant buffer that the function still uses was edited since forward, naming it."""
-    if [p._version for p in cast.parameters] != versions:
+    if list(map(version_of, cast.parameters)) != versions:
         names = {id(p): name for module in reversed(cast.modules) for name, p in module.named_parameters()}
         for parameter, version in zip(cast.parameters, versions):
             if parameter._version != version and id(parameter) in names:
-                raise errors.edited_parameter(where(), names[id(parameter)], (version, parameter._version))
+                raise errors.edited_parameter(where, names[id(parameter)], (version, parameter._version))
     for _, name, value, version in buffers:
         if version is not None and value._version != version:
-            raise errors.edited_buffer(where(), name, (version, value._version))
+            raise errors.edited_buffer(where, name, (version, value._version))
 
 
 def modules_of(*functions: Any) -> list[nn.Module]:

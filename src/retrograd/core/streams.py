@@ -5,17 +5,16 @@ A *stream* is a tensor or a pytree of tensors. The engine works on its leaves, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-# torch has no public pytree module yet; this private one is the one its own documentation refers to. It is used in this
-# file only, and `torch.pytree` would replace it.
-from torch.utils import _pytree as pytree
+from retrograd.core.private import pytree
 
-Leaves = list[Tensor]
+Leaves = Sequence[Tensor]
 Spec = Any  # a TreeSpec, or None for a bare tensor (the usual case, kept free of tree work)
 
 
@@ -26,7 +25,7 @@ def flatten(value: Any) -> tuple[list[Any], Spec]:
     return pytree.tree_flatten(value)
 
 
-def unflatten(leaves: list[Any], spec: Spec) -> Any:
+def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
     return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
 

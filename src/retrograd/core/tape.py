@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from retrograd.core import errors
 from retrograd.core.memory import Plan, is_spare
+from retrograd.core.private import pop_hooks, push_hooks, surrounding_hooks
 from retrograd.core.program import Parts, Program, Run, State, Step, call, couple, fit, place
-from retrograd.core.replay import Backstage, Scene
+from retrograd.core.replay import Backstage, Scene, version_of
 from retrograd.core.streams import Leaves, describe, unflatten
 from retrograd.core.updates import TRUSTED
 from retrograd.core.walk import Arguments, Frame, Record, Walk, meta
@@ -50,6 +50,8 @@ class Tape(Run):
 
     def enter(self, state: State) -> None:
         for name, leaves in state.items():
+            if leaves is self.state[name]:
+                continue  # nearly always
             for before, after in zip(self.state[name], leaves):
                 if after is not before and (after.dtype != before.dtype or after.data_ptr() != before.data_ptr()):
                     where = f"before update {self.index} of {len(self.program)},"
@@ -64,32 +66,39 @@ class Tape(Run):
             return super().update(step)
         state, specs, walk = self.state, self.specs, self.walk
         target = state[step.target]
-        leaves = target + [leaf for name in step.reads for leaf in state[name]]
-        versions = [leaf._version for leaf in leaves]
+        leaves, reads = [*target], []
+        for name in step.reads:
+            leaves += state[name]
+            reads.append(state[name][0] if specs[name] is None else unflatten(state[name], specs[name]))
+        versions = list(map(version_of, leaves))
         scene, record, frame = self.scene, Record(), Frame(walk, index)
         cast = scene.casts[index]
         record.needs_grad = [leaf.requires_grad for leaf in leaves]
-        record.versions = scene.versions[cast.number]
+        record.versions, record.kept = scene.versions[cast.number], None
         seen = scene.buffers(cast) if scene.has_buffers else []
         record.random = walk.note_random()
+        push_hooks(frame.pack, frame.unpack)
         try:
-            with saved_tensors_hooks(frame.pack, frame.unpack):
-                reads = [unflatten(state[name], specs[name]) for name in step.reads]
-                parts, aux = fit(call(step, reads, self.keywords), self.program, index, target, specs[step.target])
-                record.by_fn = len(frame.store)  # type: ignore[arg-type]
-                updated = couple(step, target, parts)
+            parts, aux = fit(call(step, reads, self.keywords), self.program, index, target, specs[step.target])
+            record.by_fn = len(frame.store)  # type: ignore[arg-type]
+            updated = couple(step, target, parts)
         except Exception as error:
             self.blame(error, leaves)
             raise
         finally:
+            pop_hooks()
             saved: list[Tensor] = frame.store  # type: ignore[assignment]
             frame.store = None  # they refer to the graph, and the graph to this frame
-        if versions != [leaf._version for leaf in leaves]:
+        if versions != list(map(version_of, leaves)):
             raise self.edited_input(leaves, versions)
         if self.untried and id(step.coupling) in self.untried:
             self.untried.remove(id(step.coupling))
             self.try_coupling(step, parts, updated)
         record.saved = list(map(meta, saved))
+        if record.saved == cast.saved:  # nearly always: then one list serves every call
+            record.saved = cast.saved
+        else:
+            cast.saved = record.saved
         record.buffers, replayable = scene.changes(cast, seen)
         if not replayable:
             record.versions, record.kept = scene.versions[cast.number], [tuple(o.detach() for o in outs) for outs in parts]
@@ -103,14 +112,15 @@ class Tape(Run):
                 if node is not None:
                     node.register_prehook(functools.partial(walk.arrive, index))
         state[step.target] = updated
-        self.aux += aux
+        if aux:
+            self.aux += aux
         self.index += 1
 
     def can_spare(self) -> bool:
         """Whether the last block may be kept without raising the peak: see `memory.Reverse`."""
         # Whoever surrounds us with hooks (an outer stack, checkpoint) may run this forward again, after gradients came or went,
-        # and must find the same graph. The function is private; a public way to ask for the hooks in force would replace it.
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # type: ignore[attr-defined]
+        # and must find the same graph.
+        if surrounding_hooks():
             return False
         to_come = 0
         for cast in self.scene.casts:

@@ -14,25 +14,22 @@ A walk belongs to one forward call. Several may be under way at once, in any ord
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from retrograd.core import errors
+from retrograd.core.private import pop_hooks, push_hooks, set_grad_mode, storage_users
 from retrograd.core.program import Parts, Program, State, Step, call, couple, fit, place
-from retrograd.core.replay import Buffers, Replay, Scene, check_unedited
+from retrograd.core.replay import Buffers, Scene, check_unedited, recomputing, version_of
 from retrograd.core.streams import Leaves, Spec, describe, flatten, unflatten
 from retrograd.core.updates import TRUSTED
 
-_NOTHING = contextlib.nullcontext()
 Meta = tuple[torch.Size, torch.dtype]
 meta = operator.attrgetter("shape", "dtype")
 
@@ -40,13 +37,15 @@ meta = operator.attrgetter("shape", "dtype")
 class Record:
     """What is remembered of one update: enough to run it again the same way, and to see whether it did."""
 
+    __slots__ = ("buffers", "by_fn", "kept", "needs_grad", "random", "saved", "versions")
+
     needs_grad: list[bool]  # of the target's leaves and then of each read's: [Note: why reads keep requires_grad]
     random: list[bytes] | None  # random states before it ran, if it drew
     buffers: Buffers  # what it saw of them
     versions: list[int]  # of its parameters
     saved: list[Meta]  # shape and dtype of each tensor that autograd saved
     by_fn: int  # how many of them the function saved; the coupling saved the rest
-    kept: Parts | None = None  # its output, where it cannot run again: [Note: constant buffers]
+    kept: Parts | None  # its output, where it cannot run again: [Note: constant buffers]
 
 
 class Frame:
@@ -67,18 +66,17 @@ class Frame:
 
     def unpack(self, slot: int) -> Tensor:
         store = self.store
-        tensor = None if store is None else store[slot]
-        if tensor is None:
+        if store is None or store[slot] is None:
             store = self.walk.refill(self, slot)
-            tensor = store[slot]
+        tensor: Tensor = store[slot]  # type: ignore[assignment]
         if self.versions is None:  # the function is still running, and calls autograd.grad itself
-            return tensor  # type: ignore[return-value]
-        if tensor._version != self.versions[slot]:  # type: ignore[union-attr]
-            versions = self.versions[slot], tensor._version  # type: ignore[union-attr]
+            return tensor
+        if tensor._version != self.versions[slot]:
+            versions = self.versions[slot], tensor._version
             raise errors.edited_after_save(place(self.walk.program, self.index), describe(tensor), versions)
         if not self.kept:
-            store[slot] = None  # type: ignore[index]  # autograd asks once: free it now, not when the update is over
-        return tensor  # type: ignore[return-value]
+            store[slot] = None  # autograd asks once: free it now, not when the update is over
+        return tensor
 
     def keep(self, saved: list[Tensor]) -> None:
         self.store = [tensor.detach() for tensor in saved]
@@ -167,8 +165,18 @@ class Walk:
         """Walk back until update `index` is undone."""
         if self.at is None or self.at < index:
             self.begin_again(index)
-        while self.at > index:  # type: ignore[operator]
-            self.step_back()
+        while (at := self.at) > index:  # type: ignore[operator]
+            self.leave()
+            # [Note: the anchor] The state before update p serves every update up to p. If a frame from p on is alive, backward
+            # may come back to it (retain_graph), so a state up there must be kept. If all are gone, backward has passed them
+            # for good, and the walk may overwrite the only state there is.
+            while self.newest >= at and self.frames[self.newest]() is None:  # type: ignore[operator]
+                self.newest -= 1
+            if self.newest < at:  # type: ignore[operator]
+                self.anchor = None
+            elif self.anchor is None:
+                self.anchor, self.anchor_versions = (at, aliases(self.state)), versions_of(self.state)  # type: ignore[assignment]
+            self.recompute(at - 1, undo=True)  # type: ignore[operator]
 
     def arrive(self, index: int, _: object) -> None:
         """A hook, run when backward arrives at the output of update `index`.
@@ -192,27 +200,12 @@ class Walk:
         at, state = self.anchor
         if isinstance(state, Vault):
             leaves = iter(state.open("a stream that was returned"))
-            state = {name: [next(leaves) for _ in range(count)] for name, count in self.counts.items()}
+            state = {name: tuple(itertools.islice(leaves, count)) for name, count in self.counts.items()}
         elif versions_of(state) != self.anchor_versions:
             raise errors.edited_output(f"backward through {place(self.program, index)}", "a stream or an aux output")
         self.state, self.at = aliases(state), at
         self.is_present = self.scene.is_present()
         self.arguments.close()
-
-    def step_back(self) -> None:
-        """From the state after an update to the state before it."""
-        assert self.at is not None
-        self.leave()
-        # [Note: the anchor] The state before update p serves every update up to p. If a frame from p on is alive, backward may
-        # come back to it (retain_graph), so a state up there must be kept. If all are gone, backward has passed them for
-        # good, and the walk may overwrite the only state there is.
-        while self.newest >= self.at and self.frames[self.newest]() is None:
-            self.newest -= 1
-        if self.newest < self.at:
-            self.anchor = None
-        elif self.anchor is None:
-            self.anchor, self.anchor_versions = (self.at, aliases(self.state)), versions_of(self.state)
-        self.recompute(self.at - 1, undo=True)
 
     def leave(self) -> None:
         """Drop what update `at` saved and nobody asked for."""
@@ -224,27 +217,44 @@ class Walk:
     def recompute(self, index: int, undo: bool) -> None:
         """Run update `index` again and give its frame what autograd saves. With `undo`, also take it out of its target."""
         record, step, state, specs = self.records[index], self.program[index], self.state, self.specs
-        scene, target, saved, by_fn = self.scene, step.target, record.saved, record.by_fn
-        recount, cast, where = Recount(), scene.casts[index], functools.partial(place, self.program, index)
-        check_unedited(cast, record.versions, record.buffers, where)
-        replay = Replay(scene, cast, record.random, record.buffers, self.is_present)
+        scene, target, then = self.scene, step.target, record.saved
+        recount, cast = Recount(), scene.casts[index]
+        if record.buffers or list(map(version_of, cast.parameters)) != record.versions:
+            check_unedited(cast, record.versions, record.buffers, place(self.program, index))
+        present, gradients, depth = None, torch.is_grad_enabled(), recomputing.depth
         try:
-            with replay, saved_tensors_hooks(recount.pack, recount.unpack):
+            if not self.is_present or record.random is not None or record.buffers:
+                present = scene.put_back(cast, record.random, record.buffers)
+            set_grad_mode(True)
+            recomputing.depth = depth + 1
+            push_hooks(recount.pack, recount.unpack)
+            try:
                 parts = record.kept
                 if parts is None:
-                    flags = iter(record.needs_grad[len(state[target]) :])
-                    reads = [unflatten(leaf_views(state[name], flags), specs[name]) for name in step.reads]
+                    at = len(state[target])  # in needs_grad, the target comes first
+                    reads = []
+                    for name in step.reads:
+                        leaves = state[name]
+                        reads.append(unflatten(leaf_views(leaves, record.needs_grad, at), specs[name]))
+                        at += len(leaves)
                     output = call(step, reads, self.arguments.open() if step.keywords else {})
-                    compare(recount, saved if len(saved) == by_fn else saved[:by_fn], where)
+                    self.compare(index, recount, then if len(then) == record.by_fn else then[: record.by_fn])
                     parts, _ = fit(output, self.program, index, state[target], specs[target])
                     del output, reads
-                saves = len(saved) > by_fn and record.kept is None
-                if undo and (saves or not isinstance(step.coupling, TRUSTED)):  # a user's own may depend on what is replayed
-                    self.undo(step, index, parts)
-                if saves:  # the coupling saves tensors too, and needs its target
-                    couple(step, leaf_views(state[target], iter(record.needs_grad)), parts)
-                    compare(recount, saved, where)
+                    if len(then) > record.by_fn:  # the coupling saves tensors too, and needs its target
+                        if undo:
+                            self.undo(step, index, parts)
+                        couple(step, leaf_views(state[target], record.needs_grad, 0), parts)
+                        self.compare(index, recount, then)
+                if undo and self.at != index and not isinstance(step.coupling, TRUSTED):
+                    self.undo(step, index, parts)  # a user's own may depend on what is put back
+            finally:
+                pop_hooks()
         finally:
+            recomputing.depth = depth
+            set_grad_mode(gradients)
+            if present is not None:
+                present.close()
             store, recount.store = recount.store, []  # they refer to the recomputed graph, and that to `recount`
         if undo and self.at != index:
             self.undo(step, index, parts)
@@ -253,6 +263,12 @@ class Walk:
             frame.store, frame.versions = store, recount.versions  # type: ignore[assignment]
         if undo and index == 0:
             self.check_arrival()
+
+    def compare(self, index: int, recount: Recount, then: list[Meta]) -> None:
+        """Raise unless what forward saved was saved again, and nothing else."""
+        now = list(map(meta, recount.store))
+        if now != then:
+            raise errors.other_recompute(place(self.program, index), then, now)
 
     @torch.no_grad()
     def check_arrival(self) -> None:
@@ -266,39 +282,40 @@ class Walk:
             for then, now, end in zip(expected, arrived[name], self.end[name]):
                 if then.is_floating_point() and then.numel() and not then.is_meta:
                     limit = torch.finfo(then.dtype).eps ** 0.25
-                    error, scale = (now - then).abs().max().item(), max(then.abs().max().item(), end.abs().max().item())
+                    rows = torch.stack((now, then, end)).tolist()
+                    error, scale = max(abs(a - b) for a, b in zip(*rows[:2])), max(map(abs, rows[1] + rows[2]))
                     if error > limit * scale:
                         raise errors.wrong_arrival(len(self.records), name, error, scale, limit)
 
     def undo(self, step: Step, index: int, parts: Parts) -> None:
         """Take an update out of its target. Overwrites the target where no one else can see it."""
-        target, inverse = self.state[step.target], step.coupling.inverse
-        in_place = getattr(step.coupling, "inverse_", inverse)
-        self.at = None  # an interrupt from here on leaves no half-undone state to go on from
-        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
-            self.state[step.target] = [(in_place if is_unshared(y) else inverse)(y, *out) for y, out in zip(target, parts)]
-        self.at = index
+        coupling, gradients = step.coupling, torch.is_grad_enabled()
+        in_place = getattr(coupling, "inverse_", coupling.inverse)
+        self.at, rebuilt = None, []  # an interrupt from here on leaves no half-undone state to go on from
+        set_grad_mode(False)
+        try:
+            for y, out in zip(self.state[step.target], parts):
+                rebuilt.append((in_place if is_unshared(y) else coupling.inverse)(y, *out))
+        finally:
+            set_grad_mode(gradients)
+        self.state[step.target], self.at = tuple(rebuilt), index
 
 
 def samples(state: State) -> State:
-    return {name: [sample(leaf.detach()) for leaf in leaves] for name, leaves in state.items()}
+    return {name: tuple([sample(leaf.detach()) for leaf in leaves]) for name, leaves in state.items()}
 
 
 def sample(leaf: Tensor) -> Tensor:
     """Sixteen elements of a tensor, or all of a smaller one, without copying the rest."""
-    row = leaf.view(-1) if leaf.is_contiguous() else leaf[(0,) * (leaf.ndim - 1)]
+    size = leaf.numel()
+    if type(leaf) is Tensor and leaf.is_contiguous():
+        return leaf.as_strided((min(size, 16),), (max(size // 16, 1),)).clone()
+    row = leaf[(0,) * (leaf.ndim - 1)]
     return row[:: max(row.numel() // 16, 1)][:16].clone()
 
 
-def compare(recount: Recount, then: list[Meta], where: Callable[[], str]) -> None:
-    """Raise unless what forward saved was saved again, and nothing else."""
-    now = list(map(meta, recount.store))
-    if now != then:
-        raise errors.other_recompute(where(), then, now)
-
-
-def leaf_views(leaves: Leaves, needs_grad: Iterator[bool]) -> Leaves:
-    """A rebuilt stream, as a function gets it.
+def leaf_views(leaves: Leaves, needs_grad: list[bool], at: int) -> list[Tensor]:
+    """A rebuilt stream, as a function gets it; `needs_grad[at:]` is what its leaves had in forward.
 
     [Note: why reads keep requires_grad] Autograd saves only what some gradient needs. With another `requires_grad` than in
     forward it would save other tensors, and their numbers would no longer match those in the graph.
@@ -307,19 +324,15 @@ def leaf_views(leaves: Leaves, needs_grad: Iterator[bool]) -> Leaves:
     In forward the inputs were not leaves, so here they are views of one.
     """
     views = []
-    for tensor in leaves:
+    for i, tensor in enumerate(leaves, at):
         leaf = tensor.detach()
-        views.append(leaf.requires_grad_().view_as(leaf) if next(needs_grad) else leaf)
+        views.append(leaf.requires_grad_().view_as(leaf) if needs_grad[i] else leaf)
     return views
 
 
 def is_unshared(tensor: Tensor) -> bool:
-    """Whether no other tensor (a view, an alias, one that autograd saved) has the memory of this one.
-
-    `torch._C._storage_Use_Count` is private; a public `UntypedStorage.use_count()` would replace it. It counts this tensor and
-    the storage object made to ask.
-    """
-    return type(tensor) is Tensor and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2
+    """Whether no other tensor (a view, an alias, one that autograd saved) has the memory of this one."""
+    return type(tensor) is Tensor and storage_users(tensor) == 1
 
 
 def versions_of(state: State) -> list[int]:
@@ -328,7 +341,7 @@ def versions_of(state: State) -> list[int]:
 
 def aliases(state: State) -> State:
     """The same memory in tensors of their own, outside the graph: `is_unshared` counts tensors, not names for one."""
-    return {name: [leaf.detach() for leaf in leaves] for name, leaves in state.items()}
+    return {name: tuple([leaf.detach() for leaf in leaves]) for name, leaves in state.items()}
 
 
 class Vault:
@@ -382,7 +395,7 @@ class Arguments:
         if not self.is_open:
             assert self.vault is not None
             tensors = self.vault.open("a tensor in a keyword argument")
-            views = {id(t): leaf_views([t], iter([t.requires_grad]))[0] for t in tensors}  # one tensor stays one
+            views = {id(t): leaf_views([t], [t.requires_grad], 0)[0] for t in tensors}  # one tensor stays one
             for slot, tensor in zip(self.slots, tensors):
                 self.leaves[slot] = views[id(tensor)]
             self.is_open = True

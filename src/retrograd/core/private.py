@@ -1,0 +1,57 @@
+"""What retrograd uses of torch that torch does not document, named once; and what would replace each.
+
+Used here and nowhere else, apart from the dicts of `nn.Module` (`_parameters`, `_buffers`, `_modules`), which every library that
+looks into modules reads. `tests/test_house.py` holds the line, `tests/test_private.py` says what each is expected to do.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# torch has no public pytree module yet; this is the one that its own documentation refers to. `torch.pytree` would replace it.
+pytree = _pytree
+
+# Sees every operation. Documented, but at home in a private module only.
+DispatchMode = TorchDispatchMode
+
+# What `torch.set_grad_enabled` and `torch.autograd.graph.saved_tensors_hooks` call. An update enters both three times, and the
+# public ones take 2 us each time, a twentieth of a step of a small network. If they were written in C they would replace these.
+set_grad_mode: Any = torch._C._set_grad_enabled
+push_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks  # type: ignore[attr-defined]
+pop_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks  # type: ignore[attr-defined]
+
+# The parent of every normalisation that keeps running statistics. A public name for it would replace it.
+NormWithStatistics = _NormBase
+
+# `torch.compiler.disable`, except that it does not import the compiler (seconds) before the first call.
+without_compiler = torch._disable_dynamo
+
+# Whether a parameter has hooks that run as soon as its gradient is there. A public `Tensor.has_post_accumulate_grad_hook()`
+# would replace it.
+has_step_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+
+
+def surrounding_hooks() -> bool:
+    """Whether someone around us (an outer stack, checkpoint) has hooks on saved tensors. A public way to ask would replace it."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]
+
+
+def are_transforms_active() -> bool:
+    """Whether a torch.func transform or forward-mode differentiation is under way. Public ways to ask would replace these."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def storage_users(tensor: Tensor) -> int:
+    """How many tensors have the memory of this one, itself included. A public `UntypedStorage.use_count()` would replace it.
+
+    It counts the storage object made to ask, too.
+    """
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
