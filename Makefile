@@ -19,7 +19,7 @@ lint: $(VENV)/ready  ## ruff
 types: $(VENV)/ready  ## pyright
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
-tests: $(VENV)/ready  ## pytest, on two cores
+tests: $(PEERS)  ## pytest, on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 fuzz: $(VENV)/ready  ## 10,000 random programs against plain autograd (a few minutes)
@@ -37,8 +37,8 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-# Peers are measured, never imported by the library. Without their dependencies: some ask for torchvision, which none of the code
-# used here needs.
+# Packages that retrograd is tested inside and measured against; the library never imports them by itself. Without their
+# dependencies: some ask for torchvision, which none of the code used here needs.
 $(PEERS): $(VENV)/ready benchmarks/peers.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt
 	touch $@

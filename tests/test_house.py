@@ -18,6 +18,7 @@ PUBLIC = [
     *("Reverse", "Keep"),
     "is_recomputing",
     *("RetrogradError", "OutputError", "InPlaceError", "RecomputeError", "CouplingError"),
+    "compat",
 ]
 
 

@@ -26,4 +26,7 @@ from retrograd.core.errors import (
     CouplingError as CouplingError,
 )
 
+# the systems that it grew out of, with their own names (after everything that they use)
+from retrograd import compat as compat
+
 __version__ = "0.1.0"

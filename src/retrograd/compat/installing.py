@@ -1,0 +1,223 @@
+"""`install("some_package")`: put retrograd under a package that carries a copy of one of the five reversible modules.
+
+A module is recognised by what it defines, not by where it comes from: it has every public name of one of the five systems,
+with the same signatures; and, because signatures do not show how streams are merged, both are then run on a small example
+and must agree.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from retrograd.compat import axial, nuwa, nuwa_video_audio, reformer, se3
+
+
+class _Tanh(nn.Module):
+    """The function of the examples: of one input or two, tensors or dicts, and any keyword arguments."""
+
+    def forward(self, x: Any, *others: Any, **kwargs: Any) -> Any:
+        if isinstance(x, dict):
+            return {key: value.tanh() for key, value in x.items()}
+        return x.tanh() + sum(other.mean() for other in others)
+
+
+def _stack(sequence: Any, *args: Any) -> Any:
+    return sequence([(_Tanh(), _Tanh()), (_Tanh(), _Tanh())])(*args)
+
+
+def _two_modalities(sequence: Any) -> Any:
+    types = list(nuwa_video_audio.BLOCK_TYPES)
+    video, audio = torch.linspace(-1, 1, 24).view(1, 4, 6), torch.linspace(-2, 2, 18).view(1, 3, 6)
+    return torch.cat(sequence([[_Tanh() for _ in range(4)] for _ in types], types)(video, audio, context=None), 1)
+
+
+class System(NamedTuple):
+    """One of the five: its names, and what its sequence makes of an example."""
+
+    module: ModuleType
+    names: tuple[str, ...]
+    sequence: str
+    example: Callable[[Any], Any]
+
+
+SYSTEMS = [
+    System(
+        reformer,
+        ("Deterministic", "ReversibleBlock", "IrreversibleBlock", "ReversibleSequence"),
+        "ReversibleSequence",
+        lambda sequence: _stack(sequence, torch.linspace(-1, 1, 24).view(1, 4, 6)),
+    ),
+    System(
+        axial,
+        ("Deterministic", "ReversibleBlock", "IrreversibleBlock", "ReversibleSequence"),
+        "ReversibleSequence",
+        lambda sequence: _stack(sequence, torch.linspace(-1, 1, 24).view(1, 4, 2, 3)),
+    ),
+    System(
+        nuwa,
+        ("Deterministic", "ReversibleBlock", "ReversibleSequence", "route_args"),
+        "ReversibleSequence",
+        lambda sequence: _stack(sequence, torch.linspace(-1, 1, 24).view(1, 4, 6)),
+    ),
+    System(
+        se3,
+        ("Deterministic", "ReversibleBlock", "ReversibleSequence", "SequentialSequence"),
+        "ReversibleSequence",
+        lambda sequence: _stack(sequence, {"0": torch.linspace(-1, 1, 8).view(1, 8, 1)})["0"],
+    ),
+    System(
+        nuwa_video_audio,
+        (
+            "ReversibleSelfAttnBlock",
+            "ReversibleCrossAttnBlock",
+            "ReversibleCrossModalityAttnBlock",
+            "DualModalityReversibleSequence",
+            "reversible_apply",
+            "irreversible_apply",
+        ),
+        "DualModalityReversibleSequence",
+        _two_modalities,
+    ),
+]
+
+
+class Installed(NamedTuple):
+    """What `install` did: which of the package's modules, which of the five systems, and every name that now means ours."""
+
+    module: str
+    system: str
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.module} runs on {self.system} ({', '.join(self.names)})"
+
+
+_swapped: dict[str, list[tuple[ModuleType, str, Any, Any]]] = {}  # by package: module, name, theirs, ours
+_done: dict[str, list[Installed]] = {}
+
+
+def install(package: str) -> list[Installed]:
+    """Put retrograd under an installed package whose reversible module is one of the five, for models built from now on.
+
+    Works before and after the package was imported. Returns what was replaced. `uninstall(package)` undoes it.
+
+    Raises `ModuleNotFoundError` for a package that is not installed, and `ValueError` for one without such a module, or with one
+    that looks like one of the five and computes something else.
+
+    Example:
+        >>> rg.compat.install("reformer_pytorch")  # doctest: +SKIP
+        [Installed(module='reformer_pytorch.reversible', system='retrograd.compat.reformer', names=('Deterministic', ...))]
+    """
+    if package in _done:
+        return _done[package]
+    _import(package)
+    found, near_misses = [], []
+    for module in _candidates(package):
+        for system in SYSTEMS:
+            difference = _difference(module, system)
+            if difference is None:
+                found.append((module, system))
+                break
+            near_misses.append(f"{module.__name__} is not {system.module.__name__}: {difference}")
+    if not found:
+        looked_for = "; ".join(f"{s.module.__name__.rpartition('.')[2]}: {', '.join(s.names)}" for s in SYSTEMS)
+        why = "".join(f"\n  {miss}" for miss in near_misses) or "\n  no module of it defines a reversible sequence"
+        raise ValueError(
+            f"install({package!r}): no module of this package is one of the five that retrograd replaces. Looked for a module with the "
+            f"names and signatures of one of these ({looked_for}).{why}"
+        )
+    swaps, report = [], []
+    for module, system in found:
+        for name in system.names:
+            swaps += _swaps(getattr(module, name), getattr(system.module, name))
+        report.append(Installed(module.__name__, system.module.__name__, system.names))
+    for module, name, _, ours in swaps:
+        setattr(module, name, ours)
+    _swapped[package], _done[package] = swaps, report
+    return report
+
+
+def uninstall(package: str) -> None:
+    """Undo `install(package)`. Models that were built in between stay as they are. Nothing happens if it was not installed."""
+    for module, name, theirs, ours in _swapped.pop(package, []):
+        if getattr(module, name, None) is ours:
+            setattr(module, name, theirs)
+    _done.pop(package, None)
+
+
+def _import(package: str) -> None:
+    if package not in sys.modules and importlib.util.find_spec(package.partition(".")[0]) is None:
+        raise ModuleNotFoundError(
+            f"install({package!r}): there is no such package. Give the name that you import, such as reformer_pytorch, and install it "
+            f"first (pip install {package.replace('_', '-')}).",
+            name=package,
+        )
+    importlib.import_module(package)
+
+
+def _candidates(package: str) -> Iterator[ModuleType]:
+    """The package's modules that define a reversible sequence. Found in their source: others are not imported."""
+    for folder in map(Path, getattr(sys.modules[package], "__path__", [])):
+        for path in sorted(folder.rglob("*.py")):
+            source = path.read_text(encoding="utf-8", errors="ignore")
+            if any(f"class {system.sequence}(" in source for system in SYSTEMS):
+                parts = path.relative_to(folder).with_suffix("").parts
+                name = ".".join([package, *parts]).removesuffix(".__init__")
+                yield importlib.import_module(name)
+
+
+def _difference(module: ModuleType, system: System) -> str | None:
+    """How a module differs from a system, in words; None if it does not."""
+    missing = [name for name in system.names if not hasattr(module, name)]
+    if missing:
+        return f"it has no {', '.join(missing)}"
+    for name in system.names:
+        theirs, ours = _signatures(getattr(module, name)), _signatures(getattr(system.module, name))
+        for method in ours:
+            if method in theirs and theirs[method] != ours[method]:
+                return f"{name}{method} takes ({', '.join(theirs[method])}), not ({', '.join(ours[method])})"
+    random = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            theirs, ours = (system.example(getattr(m, system.sequence)) for m in (module, system.module))
+    except Exception as error:
+        return f"on an example it raised {type(error).__name__}: {error}"
+    finally:
+        torch.set_rng_state(random)
+    if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=1e-5):
+        return "on an example it computes something else (it may split or merge its streams otherwise)"
+    return None
+
+
+def _signatures(value: Any) -> dict[str, list[str]]:
+    """The parameters of a function, or of a class's constructor and forward, without their annotations."""
+    if not inspect.isclass(value):
+        # A built-in, such as the `apply` of an autograd function, shows no parameters; its name has to do.
+        return {"": _parameters(value)} if inspect.isfunction(value) else {}
+    return {f".{name}": _parameters(getattr(value, name)) for name in ("__init__", "forward")}
+
+
+def _parameters(function: Any) -> list[str]:
+    parameters = list(inspect.signature(function).parameters.values())
+    return [str(p.replace(annotation=p.empty)) for p in parameters if p.name != "self"]
+
+
+def _swaps(theirs: Any, ours: Any) -> list[tuple[ModuleType, str, Any, Any]]:
+    """Everywhere a loaded module has a name for something of theirs: where it is defined, and where it was imported to."""
+    return [
+        (module, name, theirs, ours)
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType) and not module.__name__.startswith("retrograd.")
+        for name, value in list(vars(module).items())
+        if value is theirs
+    ]
