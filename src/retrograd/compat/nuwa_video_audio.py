@@ -155,7 +155,7 @@ def _run(
     blocks: Sequence[Quad], engine: Engine, x: Tensor, m: Tensor, kwargs: dict[str, Any], reverse: bool
 ) -> tuple[Tensor, Tensor]:
     halves = rg.Split(2)
-    streams = dict(zip(("v1", "v2", "a1", "a2"), halves.split(x) + halves.split(m)))
+    streams: dict[str, Tensor] = dict(zip(("v1", "v2", "a1", "a2"), halves.split(x) + halves.split(m)))
     streams = engine([line for block in blocks for line in block.lines()], streams, kwargs, reverse)
     return halves.join(streams["v1"], streams["v2"]), halves.join(streams["a1"], streams["a2"])
 

@@ -19,8 +19,8 @@ import retrograd as rg
 class Deterministic(nn.Module):
     """A function that can repeat its random draws: `record_rng=True` remembers the states before it, `set_rng=True` uses them.
 
-    Here it is a name in state-dict keys, `blocks.0.f.net.…`: retrograd replays every draw of every call by itself, and does not pass
-    these flags. They work for whoever does.
+    Here it is a name in state-dict keys, `blocks.0.f.net.…`: retrograd replays every draw of every call by itself, and does not
+    pass these flags. They work for whoever does.
     """
 
     def __init__(self, net: Callable[..., Any]) -> None:
