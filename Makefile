@@ -25,8 +25,9 @@ tests: $(PEERS)  ## pytest, on two cores
 fuzz: $(VENV)/ready  ## 10,000 random programs against plain autograd (a few minutes)
 	OMP_NUM_THREADS=1 RETROGRAD_FUZZ=5000 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py
 
-bench: $(PEERS)  ## time and memory of a step: plain, checkpoint, peers and retrograd, interleaved in one process
+bench: $(PEERS)  ## time and memory of a step: plain, checkpoint, peers, the five systems and retrograd
 	$(BIN)/python -W ignore -m benchmarks.run
+	$(BIN)/python -W ignore -m benchmarks.systems
 
 clean:  ## remove the environment and everything generated
 	rm -rf $(VENV) build dist benchmarks/results .pytest_cache .ruff_cache .hypothesis

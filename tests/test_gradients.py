@@ -128,3 +128,21 @@ def test_aux_outputs_have_gradients(memory):
         x1 = x1 + out.output
         x2 = x2 + block.g(x1)
     assert zoo.worst(got, zoo.gradients(stack, [(x1 + x2) / 2, losses], x)) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x[:, :3], lambda x: x.transpose(0, 1), lambda x: x.expand(2, 5, 4), lambda x: x[:, ::2]],
+    ids=["slice", "transpose", "expand", "every other"],
+)
+def test_streams_that_are_views(view):
+    """What is rebuilt is dense; what forward began with may be a slice, a transpose, an expanded tensor."""
+    net = rg.Reversible([rg.Update(t, torch.nn.Linear(4, 4), reads=(r,)) for t, r in [("a", "b"), ("b", "a")] * 3]).double()
+    base = torch.randn(1 if view(torch.ones(1, 5, 4)).shape[0] == 2 else 4, 5, 4, dtype=torch.float64, requires_grad=True)
+    found, expected = [], []
+    for memory, results in ((rg.Reverse(), found), (rg.Keep(), expected)):
+        net.memory = memory
+        out = net({"a": view(base), "b": view(base)})
+        results += torch.autograd.grad(sum(value.square().sum() for value in out.values()), [base, *net.parameters()])
+    for now, then in zip(found, expected):
+        torch.testing.assert_close(now, then, rtol=1e-9, atol=1e-9)

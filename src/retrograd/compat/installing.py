@@ -133,8 +133,8 @@ def install(package: str) -> list[Installed]:
         looked_for = "; ".join(f"{s.module.__name__.rpartition('.')[2]}: {', '.join(s.names)}" for s in SYSTEMS)
         why = "".join(f"\n  {miss}" for miss in near_misses) or "\n  no module of it defines a reversible sequence"
         raise ValueError(
-            f"install({package!r}): no module of this package is one of the five that retrograd replaces. Looked for a module with "
-            f"the names and signatures of one of these ({looked_for}).{why}"
+            f"install({package!r}): no module of this package is one of the five that retrograd replaces. Looked for a module "
+            f"with the names and signatures of one of these ({looked_for}).{why}"
         )
     swaps, report = [], []
     for module, system in found:
@@ -158,8 +158,8 @@ def uninstall(package: str) -> None:
 def _import(package: str) -> None:
     if package not in sys.modules and importlib.util.find_spec(package.partition(".")[0]) is None:
         raise ModuleNotFoundError(
-            f"install({package!r}): there is no such package. Give the name that you import, such as reformer_pytorch, and install "
-            f"it first (pip install {package.replace('_', '-')}).",
+            f"install({package!r}): there is no such package. Give the name that you import, such as reformer_pytorch, and "
+            f"install it first (pip install {package.replace('_', '-')}).",
             name=package,
         )
     importlib.import_module(package)

@@ -68,23 +68,27 @@ class Line(NamedTuple):
 
 
 class Engine:
-    """Lines, run by an `rg.Reversible` that is made anew only when they change. Not part of copies and pickles."""
+    """Lines, run by an `rg.Reversible` that is made anew only when they change.
 
-    def __init__(self) -> None:
+    `memory` is that of every `rg` module, and may be assigned: `sequence.engine.memory = rg.Keep()`.
+    """
+
+    def __init__(self, memory: Any = rg.Reverse()) -> None:
+        self.memory = memory
         self.last: tuple[Any, rg.Reversible] | None = None  # replaced as a whole: threads may share it
 
     def __reduce__(self) -> Any:
-        return Engine, ()
+        return Engine, (self.memory,)  # copies and pickles make theirs anew
 
     def __call__(
         self, lines: list[Line], streams: dict[str, Any], kwargs: Mapping[str, Any], reverse: bool = True
     ) -> dict[str, Any]:
         if not lines:
             return streams
-        last = self.last
-        if last is None or last[0] != (lines, reverse):
+        last, memory = self.last, self.memory if reverse else rg.Keep()
+        if last is None or last[0] != (lines, memory):
             updates = [rg.Update(target, fn, reads, route=route) for target, fn, reads, route in lines]
-            last = self.last = (lines, reverse), rg.Reversible(updates, memory=rg.Reverse() if reverse else rg.Keep())
+            last = self.last = (lines, memory), rg.Reversible(updates, memory=memory)
         taken = {outer for line in lines for outer in line.route.values()}
         return last[1](streams, **{name: value for name, value in kwargs.items() if name in taken})
 

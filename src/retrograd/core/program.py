@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from retrograd.core import errors
-from retrograd.core.streams import Leaves, Spec, describe, flatten_like, flatten_stream, unflatten
+from retrograd.core.streams import Leaves, Spec, dense, describe, flatten_like, flatten_stream, unflatten
 from retrograd.core.updates import Coupling, WithAux
 
 Parts = list[tuple[Tensor, ...]]  # for each leaf of the target, what the coupling gets besides it
@@ -43,7 +43,7 @@ class Run:
         self.specs: dict[str, Spec] = {}
         for name, value in streams.items():
             leaves, self.specs[name] = flatten_stream(value, name)
-            self.state[name] = tuple(leaves)
+            self.state[name] = tuple(map(dense, leaves))
         self.keywords = keywords
         self.program = program
         self.index = 0  # of the next update

@@ -50,6 +50,18 @@ def flatten_stream(value: Any, name: str) -> tuple[Leaves, Spec]:
     return leaves, spec
 
 
+def dense(leaf: Tensor) -> Tensor:
+    """The tensor itself, or a copy if its memory has gaps or overlaps (a slice, an expanded tensor).
+
+    [Note: why streams are dense] What backward rebuilds is dense, in the order of dimensions that forward had. Were the input a
+    slice, the function would see other strides the second time, and kernels may round differently on them; `nn.Linear` even saves
+    other tensors. The copy also lets go of the tensor that the slice is of.
+    """
+    if leaf.is_contiguous() or type(leaf) is not Tensor or torch.empty_like(leaf, device="meta").stride() == leaf.stride():
+        return leaf
+    return leaf.clone()
+
+
 def leaf_names(value: Any) -> list[str]:
     """How each leaf is reached, for messages: `['0']`, `[1]`, or nothing for a bare tensor."""
     return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
@@ -102,10 +114,8 @@ class Split:
                 f"Split(dim={self.dim}): size {x.shape[self.dim]} of {describe(x)} is odd and has no two equal halves. Pad it to "
                 f"{x.shape[self.dim] + 1}, choose another dim, or use streams=rg.Duplicate()."
             )
-        # [Note: why halves are copied] A half is a strided view of its input, but the same half rebuilt in backward is
-        # dense, and kernels may round differently on the two. It would also keep the whole input alive for one half.
         x1, x2 = x.chunk(2, self.dim)
-        return x1.clone(), x2.clone()
+        return x1.clone(), x2.clone()  # even where a half is dense: it would keep all of the input alive
 
     def join(self, y1: Tensor, y2: Tensor) -> Tensor:
         return torch.cat((y1, y2), self.dim)

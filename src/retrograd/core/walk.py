@@ -306,12 +306,13 @@ def samples(state: State) -> State:
 
 
 def sample(leaf: Tensor) -> Tensor:
-    """Sixteen elements of a tensor, or all of a smaller one, without copying the rest."""
-    size = leaf.numel()
-    if type(leaf) is Tensor and leaf.is_contiguous():
-        return leaf.as_strided((min(size, 16),), (max(size // 16, 1),)).clone()
-    row = leaf[(0,) * (leaf.ndim - 1)]
-    return row[:: max(row.numel() // 16, 1)][:16].clone()
+    """Sixteen elements of a tensor, or all of a smaller one, without copying the rest. The same ones whatever its strides."""
+    if type(leaf) is not Tensor:  # a sharded one, say: its first row
+        return leaf[(0,) * (leaf.ndim - 1)][:16].clone()
+    count, step = min(leaf.numel(), 16), max(leaf.numel() // 16, 1)
+    if leaf.is_contiguous():
+        return leaf.as_strided((count,), (step,)).clone()
+    return leaf[torch.unravel_index(torch.arange(count, device=leaf.device) * step, leaf.shape)]
 
 
 def leaf_views(leaves: Leaves, needs_grad: list[bool], at: int) -> list[Tensor]:
