@@ -7,7 +7,7 @@ goes nowhere.
 *Differs*: an input that needs no gradient, backward in `eval()`, several forwards before a backward, `autograd.grad`, double
 backward, DDP and autocast work; buffers are updated once; context that only g gets, has gradients; the backward of whatever
 made the context (an encoder) runs once, not once a block; blocks have no `backward_pass`, because autograd walks back
-itself.
+itself, and are not called: hooks and `fully_shard` belong on `f` and `g`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ name, with `ValueError` for an unknown one; `reverse=False` for the ordinary pat
 
 *Differs*: inputs that need no gradient, backward in `eval()`, several forwards before a backward, `autograd.grad`, double
 backward, DDP and autocast work; buffers are updated once; the text encoder's backward runs once, not once a block; blocks
-have no `backward_pass`, because autograd walks back itself.
+have no `backward_pass`, because autograd walks back itself, and are not called: hooks and `fully_shard` belong on `f` and
+`g`.
 """
 
 from __future__ import annotations

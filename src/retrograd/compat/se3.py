@@ -7,7 +7,7 @@ ordinary network of the same blocks.
 *Differs*: degrees may have any shapes, not only those that agree in all dimensions but the last; inputs that need no
 gradient, backward in `eval()`, several forwards before a backward, `autograd.grad`, double backward, DDP and autocast work;
 buffers are updated once; the backward of whatever made a keyword argument runs once, not once a block; blocks have no
-`backward_pass`, because autograd walks back itself.
+`backward_pass`, because autograd walks back itself, and are not called: hooks and `fully_shard` belong on `f` and `g`.
 """
 
 from __future__ import annotations
