@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,28 +18,46 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retrograd.compat import axial, nuwa, nuwa_video_audio, reformer, se3
 
 
-class _Tanh(nn.Module):
-    """The function of the examples: of one input or two, tensors or dicts, and any keyword arguments."""
+class _Function(nn.Module):
+    """The functions of the examples: each has a gain of its own, and shows in its output whatever else it was given."""
 
-    def forward(self, x: Any, *others: Any, **kwargs: Any) -> Any:
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x: Any, *others: Tensor, **kwargs: Any) -> Any:
+        given = sum(other.square().mean() for other in others) + sum(len(name) * value for name, value in kwargs.items() if value)
         if isinstance(x, dict):
-            return {key: value.tanh() for key, value in x.items()}
-        return x.tanh() + sum(other.mean() for other in others)
+            return {degree: (self.gain * features + given).tanh() for degree, features in x.items()}
+        return (self.gain * x + given).tanh()
 
 
-def _stack(sequence: Any, *args: Any) -> Any:
-    return sequence([(_Tanh(), _Tanh()), (_Tanh(), _Tanh())])(*args)
+def _functions(blocks: int, each: int) -> list[list[nn.Module]]:
+    return [[_Function(0.5 + 0.1 * (each * i + j)) for j in range(each)] for i in range(blocks)]
+
+
+def _stack(sequence: Any, *args: Any, **kwargs: Any) -> Any:
+    return sequence([tuple(pair) for pair in _functions(3, 2)])(*args, **kwargs)
+
+
+def _routed(sequence: Any) -> Any:
+    route = {"text": [(True, False), (False, True), (True, True)]}
+    return sequence([tuple(pair) for pair in _functions(3, 2)], args_route=route)(_ramp(1, 4, 6), text=0.3)
 
 
 def _two_modalities(sequence: Any) -> Any:
-    types = list(nuwa_video_audio.BLOCK_TYPES)
-    video, audio = torch.linspace(-1, 1, 24).view(1, 4, 6), torch.linspace(-2, 2, 18).view(1, 3, 6)
-    return torch.cat(sequence([[_Tanh() for _ in range(4)] for _ in types], types)(video, audio, context=None), 1)
+    types = [name for name in nuwa_video_audio.BLOCK_TYPES for _ in range(2)]
+    masks = {"context": 0.1, "context_mask": 0.2, "video_mask": 0.3, "audio_mask": 0.4}
+    return sequence(_functions(len(types), 4), types)(_ramp(1, 4, 6), 2 * _ramp(1, 3, 6), **masks)
+
+
+def _ramp(*shape: int) -> Tensor:
+    return torch.linspace(-1, 1, math.prod(shape)).view(shape)
 
 
 class System(NamedTuple):
@@ -55,25 +74,25 @@ SYSTEMS = [
         reformer,
         ("Deterministic", "ReversibleBlock", "IrreversibleBlock", "ReversibleSequence"),
         "ReversibleSequence",
-        lambda sequence: _stack(sequence, torch.linspace(-1, 1, 24).view(1, 4, 6)),
+        lambda sequence: _stack(sequence, _ramp(1, 4, 6), text=0.3),
     ),
     System(
         axial,
         ("Deterministic", "ReversibleBlock", "IrreversibleBlock", "ReversibleSequence"),
         "ReversibleSequence",
-        lambda sequence: _stack(sequence, torch.linspace(-1, 1, 24).view(1, 4, 2, 3)),
+        lambda sequence: _stack(sequence, _ramp(1, 4, 2, 3), text=0.3),
     ),
     System(
         nuwa,
         ("Deterministic", "ReversibleBlock", "ReversibleSequence", "route_args"),
         "ReversibleSequence",
-        lambda sequence: _stack(sequence, torch.linspace(-1, 1, 24).view(1, 4, 6)),
+        _routed,
     ),
     System(
         se3,
         ("Deterministic", "ReversibleBlock", "ReversibleSequence", "SequentialSequence"),
         "ReversibleSequence",
-        lambda sequence: _stack(sequence, {"0": torch.linspace(-1, 1, 8).view(1, 8, 1)})["0"],
+        lambda sequence: _stack(sequence, {"0": _ramp(1, 8, 1), "1": _ramp(1, 8, 3)}, text=0.3),
     ),
     System(
         nuwa_video_audio,
@@ -118,8 +137,9 @@ def install(package: str) -> list[Installed]:
         >>> rg.compat.install("reformer_pytorch")  # doctest: +SKIP
         [Installed(module='reformer_pytorch.reversible', system='retrograd.compat.reformer', names=('Deterministic', ...))]
     """
-    if package in _done:
+    if _is_in_place(package):
         return _done[package]
+    uninstall(package)  # it may have been reloaded
     _import(package)
     found, near_misses = [], []
     for module in _candidates(package):
@@ -127,7 +147,7 @@ def install(package: str) -> list[Installed]:
             difference = _difference(module, system)
             if difference is None:
                 found.append((module, system))
-                break
+                continue
             near_misses.append(f"{module.__name__} is not {system.module.__name__}: {difference}")
     if not found:
         looked_for = "; ".join(f"{s.module.__name__.rpartition('.')[2]}: {', '.join(s.names)}" for s in SYSTEMS)
@@ -149,10 +169,21 @@ def install(package: str) -> list[Installed]:
 
 def uninstall(package: str) -> None:
     """Undo `install(package)`. Models that were built in between stay as they are. Nothing happens if it was not installed."""
-    for module, name, theirs, ours in _swapped.pop(package, []):
+    swaps = _swapped.pop(package, [])
+    for module, name, theirs, ours in swaps:
         if getattr(module, name, None) is ours:
             setattr(module, name, theirs)
+    for theirs, ours in {id(ours): (theirs, ours) for *_, theirs, ours in swaps}.values():
+        for module, name, _, _ in _swaps(ours, theirs):  # names that its own modules have imported since
+            if module.__name__.partition(".")[0] == package.partition(".")[0]:
+                setattr(module, name, theirs)
     _done.pop(package, None)
+
+
+def _is_in_place(package: str) -> bool:
+    return package in _done and all(
+        getattr(sys.modules.get(module.__name__), name, None) is ours for module, name, _, ours in _swapped[package]
+    )
 
 
 def _import(package: str) -> None:
@@ -183,8 +214,10 @@ def _difference(module: ModuleType, system: System) -> str | None:
         return f"it has no {', '.join(missing)}"
     for name in system.names:
         theirs, ours = _signatures(getattr(module, name)), _signatures(getattr(system.module, name))
-        for method in ours:
-            if method in theirs and theirs[method] != ours[method]:
+        for method in ours if theirs else ():
+            if method not in theirs:
+                return f"{name} has no {method[1:]}"
+            if theirs[method] != ours[method]:
                 return f"{name}{method} takes ({', '.join(theirs[method])}), not ({', '.join(ours[method])})"
     random = torch.get_rng_state()
     try:
@@ -194,8 +227,10 @@ def _difference(module: ModuleType, system: System) -> str | None:
         return f"on an example it raised {type(error).__name__}: {error}"
     finally:
         torch.set_rng_state(random)
-    if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=1e-5):
-        return "on an example it computes something else (it may split or merge its streams otherwise)"
+    try:
+        torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
+    except (AssertionError, TypeError):
+        return "on an example it computes something else (it may split, merge or route its streams otherwise)"
     return None
 
 
@@ -204,7 +239,7 @@ def _signatures(value: Any) -> dict[str, list[str]]:
     if not inspect.isclass(value):
         # A built-in, such as the `apply` of an autograd function, shows no parameters; its name has to do.
         return {"": _parameters(value)} if inspect.isfunction(value) else {}
-    return {f".{name}": _parameters(getattr(value, name)) for name in ("__init__", "forward")}
+    return {f".{name}": _parameters(getattr(value, name)) for name in ("__init__", "forward") if hasattr(value, name)}
 
 
 def _parameters(function: Any) -> list[str]:

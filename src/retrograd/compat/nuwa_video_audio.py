@@ -152,12 +152,18 @@ class DualModalityReversibleSequence(nn.Module):
         return [merge(streams["v1"], streams["v2"]), merge(streams["a1"], streams["a2"])]
 
 
+def _lines(block: Any) -> list[Line]:
+    """Of a block of ours, or of the original's: a model built before `install` looks up `reversible_apply` when it runs."""
+    ours = {cls.__name__: cls for cls in BLOCK_TYPES.values()}
+    return block.lines() if isinstance(block, Quad) else ours[type(block).__name__].lines(block)
+
+
 def _run(
     blocks: Sequence[Quad], engine: Engine, x: Tensor, m: Tensor, kwargs: dict[str, Any], reverse: bool
 ) -> tuple[Tensor, Tensor]:
     halves = rg.Split(2)
     streams: dict[str, Tensor] = dict(zip(("v1", "v2", "a1", "a2"), halves.split(x) + halves.split(m)))
-    streams = engine([line for block in blocks for line in block.lines()], streams, kwargs, reverse)
+    streams = engine([line for block in blocks for line in _lines(block)], streams, kwargs, reverse)
     return halves.join(streams["v1"], streams["v2"]), halves.join(streams["a1"], streams["a2"])
 
 

@@ -90,7 +90,12 @@ class Engine:
             updates = [rg.Update(target, fn, reads, route=route) for target, fn, reads, route in lines]
             last = self.last = (lines, memory), rg.Reversible(updates, memory=memory)
         taken = {outer for line in lines for outer in line.route.values()}
-        return last[1](streams, **{name: value for name, value in kwargs.items() if name in taken})
+        return last[1](streams, **{name: _own(value) for name, value in kwargs.items() if name in taken})
+
+
+def _own(value: Any) -> Any:
+    """Masks are copied: packages of this family edit them in place after the call, and recompute must see what forward saw."""
+    return value.clone() if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()) else value
 
 
 @dataclass(frozen=True)
