@@ -46,7 +46,7 @@ class Case(NamedTuple):
     build: Callable[[], nn.Module]
     run: Callable[[nn.Module, torch.dtype], tuple[Tensor, dict[str, Tensor]]]
     dtype: torch.dtype = torch.float64
-    tolerance: float = 1e-11  # of the largest gradient; measured: below 1e-14
+    tolerance: float = 1e-11  # of the largest gradient; measured: up to 2e-14
 
 
 def leaf(*shape, dtype):
@@ -282,6 +282,11 @@ def assert_same(ours, theirs, case):
     assert torch.equal(ours.random, theirs.random)
 
 
+def homes(model):
+    """The files of retrograd that its classes come from."""
+    return {home for part in model.modules() if (home := type(part).__module__).startswith("retrograd.")}
+
+
 # --- the promise
 
 
@@ -291,22 +296,13 @@ def test_the_same_step(name):
     case = CASES[name]
     first, theirs = made(case, seed=1), made(case, seed=2)
     ours = installed(case, seed=3)
+    assert homes(theirs) == set()
+    assert homes(ours) == {f"retrograd.compat.{room}" for room in {"pairs", *case.systems}}
     assert list(ours.state_dict()) == list(first.state_dict())
     ours.load_state_dict(first.state_dict(), strict=True)
     theirs.load_state_dict(ours.state_dict(), strict=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(theirs.state_dict().values(), first.state_dict().values()))
     assert_same(step(ours, case), step(theirs, case), case)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_really_runs_on_retrograd(name):
-    case = CASES[name]
-    theirs, ours = (
-        {home for part in model.modules() if (home := type(part).__module__).startswith("retrograd.")}
-        for model in (made(case), installed(case))
-    )
-    assert theirs == set()
-    assert ours == {f"retrograd.compat.{room}" for room in {"pairs", *case.systems}}
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

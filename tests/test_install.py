@@ -498,7 +498,7 @@ def test_a_package_without_a_reversible_module():
     text = refusal("einops")
     for system in rg.compat.installing.SYSTEMS:
         assert f"{system.module.__name__.rpartition('.')[2]}: {', '.join(system.names)}" in text
-    assert text.endswith("no module of it defines a reversible sequence")
+    assert text.endswith("no file of it defines a reversible sequence")
 
 
 def test_packages_with_another_reversible_module():
@@ -664,3 +664,33 @@ def test_a_module_may_carry_two_systems(shelf):
     rest = VIDEO_AUDIO.removeprefix(FUNCTION)
     report = rg.compat.install(shelf("both", {"layers": NUWA + rest}))
     assert [each.system for each in report] == ["retrograd.compat.nuwa", "retrograd.compat.nuwa_video_audio"]
+
+
+def test_a_reload_leaves_other_modules_on_ours(shelf):
+    name = shelf("twice", {"layers": AXIAL, "model": "from twice.layers import ReversibleSequence"})
+    model = importlib.import_module("twice.model")
+    rg.compat.install(name)
+    importlib.reload(sys.modules["twice.layers"])
+    rg.compat.install(name)
+    assert model.ReversibleSequence is sys.modules["twice.layers"].ReversibleSequence is rg.compat.axial.ReversibleSequence
+
+
+def test_names_that_were_ours_before_stay_so(shelf):
+    source = "from retrograd.compat.axial import ReversibleSequence as Fast"
+    name = shelf("compared", {"layers": AXIAL, "compare": source})
+    compare = importlib.import_module("compared.compare")
+    rg.compat.install(name)
+    rg.compat.uninstall(name)
+    assert compare.Fast is rg.compat.axial.ReversibleSequence
+    assert sys.modules["compared.layers"].ReversibleSequence is not compare.Fast
+
+
+def test_another_default_device(shelf):
+    name = shelf("elsewhere", {"layers": altered("axial", "/ 2", "/ 1")})
+    with torch.device("meta"):
+        assert "computes something else" in refusal(name)
+
+
+def test_one_module_of_a_package(shelf):
+    assert [each.module for each in rg.compat.install(shelf("single", {"layers": AXIAL}) + ".layers")] == ["single.layers"]
+    rg.compat.uninstall("single.layers")

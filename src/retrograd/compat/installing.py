@@ -57,7 +57,7 @@ def _two_modalities(sequence: Any) -> Any:
 
 
 def _ramp(*shape: int) -> Tensor:
-    return torch.linspace(-1, 1, math.prod(shape)).view(shape)
+    return torch.linspace(-1, 1, math.prod(shape), device="cpu").view(shape)
 
 
 class System(NamedTuple):
@@ -123,6 +123,7 @@ class Installed(NamedTuple):
 
 _swapped: dict[str, list[tuple[ModuleType, str, Any, Any]]] = {}  # by package: module, name, theirs, ours
 _done: dict[str, list[Installed]] = {}
+_already_ours: dict[str, set[tuple[str, str]]] = {}  # by package: names that meant ours before, and are left alone
 
 
 def install(package: str) -> list[Installed]:
@@ -139,7 +140,6 @@ def install(package: str) -> list[Installed]:
     """
     if _is_in_place(package):
         return _done[package]
-    uninstall(package)  # it may have been reloaded
     _import(package)
     found, near_misses = [], []
     for module in _candidates(package):
@@ -151,7 +151,7 @@ def install(package: str) -> list[Installed]:
             near_misses.append(f"{module.__name__} is not {system.module.__name__}: {difference}")
     if not found:
         looked_for = "; ".join(f"{s.module.__name__.rpartition('.')[2]}: {', '.join(s.names)}" for s in SYSTEMS)
-        why = "".join(f"\n  {miss}" for miss in near_misses) or "\n  no module of it defines a reversible sequence"
+        why = "".join(f"\n  {miss}" for miss in near_misses) or "\n  no file of it defines a reversible sequence"
         raise ValueError(
             f"install({package!r}): no module of this package is one of the five that retrograd replaces. Looked for a module "
             f"with the names and signatures of one of these ({looked_for}).{why}"
@@ -161,9 +161,12 @@ def install(package: str) -> list[Installed]:
         for name in system.names:
             swaps += _swaps(getattr(module, name), getattr(system.module, name))
         report.append(Installed(module.__name__, system.module.__name__, system.names))
+    if package not in _swapped:
+        _already_ours[package] = {(m.__name__, n) for *_, ours in swaps for m, n, *_ in _swaps(ours, ours)}
     for module, name, _, ours in swaps:
         setattr(module, name, ours)
-    _swapped[package], _done[package] = swaps, report
+    _swapped[package] = _swapped.get(package, []) + swaps  # after a reload, what was swapped before stays so
+    _done[package] = report
     return report
 
 
@@ -175,7 +178,8 @@ def uninstall(package: str) -> None:
             setattr(module, name, theirs)
     for theirs, ours in {id(ours): (theirs, ours) for *_, theirs, ours in swaps}.values():
         for module, name, _, _ in _swaps(ours, theirs):  # names that its own modules have imported since
-            if module.__name__.partition(".")[0] == package.partition(".")[0]:
+            is_its_own = module.__name__.partition(".")[0] == package.partition(".")[0]
+            if is_its_own and (module.__name__, name) not in _already_ours[package]:
                 setattr(module, name, theirs)
     _done.pop(package, None)
 
@@ -198,7 +202,10 @@ def _import(package: str) -> None:
 
 def _candidates(package: str) -> Iterator[ModuleType]:
     """The package's modules that define a reversible sequence. Found in their source: others are not imported."""
-    for folder in map(Path, getattr(sys.modules[package], "__path__", [])):
+    root = sys.modules[package]
+    if not hasattr(root, "__path__"):  # a single file
+        yield root
+    for folder in map(Path, getattr(root, "__path__", [])):
         for path in sorted(folder.rglob("*.py")):
             source = path.read_text(encoding="utf-8", errors="ignore")
             if any(f"class {system.sequence}(" in source for system in SYSTEMS):

@@ -155,7 +155,11 @@ class DualModalityReversibleSequence(nn.Module):
 def _lines(block: Any) -> list[Line]:
     """Of a block of ours, or of the original's: a model built before `install` looks up `reversible_apply` when it runs."""
     ours = {cls.__name__: cls for cls in BLOCK_TYPES.values()}
-    return block.lines() if isinstance(block, Quad) else ours[type(block).__name__].lines(block)
+    return (
+        block.lines()
+        if isinstance(block, Quad)
+        else next(ours[cls.__name__].lines(block) for cls in type(block).__mro__ if cls.__name__ in ours)
+    )
 
 
 def _run(

@@ -95,7 +95,10 @@ class Engine:
 
 def _own(value: Any) -> Any:
     """Masks are copied: packages of this family edit them in place after the call, and recompute must see what forward saw."""
-    return value.clone() if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()) else value
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
+        return value
+    distinct = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())  # an expanded mask stays one
+    return value[distinct].clone().expand(value.shape)
 
 
 @dataclass(frozen=True)

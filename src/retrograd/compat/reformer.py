@@ -8,7 +8,7 @@ call.
 
 *Differs*: an input that needs no gradient, backward in `eval()`, several forwards before a backward, `autograd.grad`, double
 backward, DDP and autocast work; buffers are updated once; layer dropout on short inputs has gradients; the backward of
-whatever made a keyword argument runs once, not once a block; the last block is not recomputed, so it gets no
+whatever made a keyword argument runs once, not once a block; g of the last block is not recomputed, so it gets no
 `_reverse=True`; blocks have no `backward_pass`, because autograd walks back itself, and are not called: hooks and
 `fully_shard` belong on `f` and `g`.
 """
