@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.cases import SIZES, Size, contestants
-from retrograd.measure import LiveBytes
+from retrograd.measure import activation_bytes
 
 
 def example(size: Size) -> Tensor:
@@ -39,15 +39,6 @@ def seconds(network: nn.Module, x: Tensor) -> float:
     start = time.perf_counter()
     step(network, x)
     return time.perf_counter() - start
-
-
-def activation_bytes(network: nn.Module, x: Tensor) -> int:
-    """The peak of live tensors in a step, less gradients."""
-    network.zero_grad(set_to_none=True)
-    x.grad = None
-    with LiveBytes() as live:
-        step(network, x)
-    return live.peak - sum(p.grad.nbytes for p in [*network.parameters(), x] if p.grad is not None)
 
 
 class Flops(TorchDispatchMode):
@@ -97,7 +88,7 @@ def measure(size: Size, rounds: int) -> list[dict[str, object]]:
             {
                 "size": size.name,
                 "contestant": name,
-                "activation_bytes": activation_bytes(network, x),
+                "activation_bytes": activation_bytes(lambda: step(network, x), [*network.parameters(), x]),  # noqa: B023
                 "flops_ratio": round(flops(network, x) / plain_flops, 4),
                 "time_ratio": round(statistics.median(ratios), 3),
                 "milliseconds": round(1e3 * statistics.median(times[name]), 2),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import retrograd as rg
 from benchmarks.cases import Attention, FeedForward
 from retrograd.compat import axial, nuwa, nuwa_video_audio, reformer, se3
-from retrograd.measure import LiveBytes
+from retrograd.measure import activation_bytes
 from tests.packages import load
 
 WIDTH, HEADS, BLOCKS = 128, 4, 8
@@ -116,15 +116,9 @@ def step(network: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -
     sum(value.square().mean() for value in outputs).backward()  # type: ignore[union-attr]
 
 
-def activation_bytes(network: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The peak of live tensors in a step, less gradients."""
+def activation_mib(network: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     inputs = [t for value in example for t in (value.values() if isinstance(value, dict) else [value])]
-    leaves = [*network.parameters(), *inputs]
-    for tensor in leaves:
-        tensor.grad = None
-    with LiveBytes() as live:
-        step(network, example, kwargs)
-    return live.peak - sum(tensor.grad.nbytes for tensor in leaves if tensor.grad is not None)
+    return activation_bytes(lambda: step(network, example, kwargs), [*network.parameters(), *inputs]) / 2**20
 
 
 def main() -> None:
@@ -151,7 +145,7 @@ def main() -> None:
                 step(network, example, entry.kwargs)
                 if i >= 2:
                     times[name].append(time.perf_counter() - start)
-        mib = {name: activation_bytes(network, example, entry.kwargs) / 2**20 for name, network in networks.items()}
+        mib = {name: activation_mib(network, example, entry.kwargs) for name, network in networks.items()}
         ratio = {name: statistics.median(t / p for t, p in zip(times[name], times["plain"])) for name in networks}
         rows += [
             {"system": entry.name, "who": n, "activation_mib": round(mib[n], 2), "time": round(ratio[n], 3)} for n in networks

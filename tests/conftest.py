@@ -19,6 +19,6 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace):
-    from retrograd.measure import LiveBytes
+    from retrograd.measure import LiveBytes, activation_bytes
 
-    doctest_namespace.update(torch=torch, rg=rg, LiveBytes=LiveBytes)
+    doctest_namespace.update(torch=torch, rg=rg, LiveBytes=LiveBytes, activation_bytes=activation_bytes)

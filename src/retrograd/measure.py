@@ -8,6 +8,7 @@ kernel is not seen.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -62,3 +63,19 @@ class LiveBytes(DispatchMode):
     def _remove(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
         del self._watches[key]
+
+
+def activation_bytes(step: Callable[[], Any], leaves: Iterable[Tensor]) -> int:
+    """The most bytes of live tensors while `step()` runs a forward and a backward, less the gradients that it gives the `leaves`.
+
+    Example:
+        >>> net = torch.nn.Linear(4, 4)
+        >>> activation_bytes(lambda: net(torch.ones(2, 4)).tanh().sum().backward(), net.parameters()) > 0
+        True
+    """
+    leaves = list(leaves)
+    for leaf in leaves:
+        leaf.grad = None
+    with LiveBytes() as live:
+        step()
+    return live.peak - sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
