@@ -87,10 +87,10 @@ def main():
     right = (chances.argmax(-1) == test_digits).all(-1)
     print(f"held out: {right.float().mean():.1%} of {len(test)} numbers right in all {DIGITS} digits (chance: one in a million)")
     print(f"activations of one step: {mib[0]:.1f} MiB with retrograd, {mib[1]:.1f} MiB without reversal")
-    figure = Figure(figsize=(11, 6), layout="constrained")
-    for panel, number, chance in zip(figure.subplots(2, 3).flat, test.tolist(), chances):
+    figure = Figure(figsize=(13, 9), layout="constrained")
+    for panel, number, chance in zip(figure.subplots(3, 2).flat, test.tolist(), chances):
         panel.imshow(chance.T, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        panel.set(title=" ".join(in_words(number))[:40], xlabel="place", ylabel="digit", yticks=range(10))
+        panel.set(title=" ".join(in_words(number)), xlabel="place", ylabel="digit", yticks=range(10))
     options.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out / "nuwa_numbers.png", dpi=120)
 
