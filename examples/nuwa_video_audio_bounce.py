@@ -1,7 +1,7 @@
 """A ball in a box, seen and heard, on NUWA's reversible layers for two modalities (`retrograd.compat.nuwa_video_audio`).
 
 Each wall hums, the more the nearer the ball, and as loudly as the text says. Half of the frames are hidden, and the other half of
-the sound: what is missing of one has to come from the other and from the text. All three block types take part:
+the sound: what is missing of one is in the other and in the text. All three block types take part:
 python examples/nuwa_video_audio_bounce.py    (draws examples/out/nuwa_video_audio_bounce.png)
 """
 
