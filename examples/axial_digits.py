@@ -87,7 +87,7 @@ def main():
     axes.set(title="Learning to read digits", xlabel="step", ylabel="cross entropy", yscale="log")
     right.suptitle("Held out, mistakes first (read as; red: wrong)")
     for axes, i in zip(right.subplots(4, 6).flat, (found == labels[test]).int().argsort(stable=True)):
-        axes.imshow(images[test[i], 0], cmap="gray_r")
+        axes.imshow(images[test[i], 0].numpy(), cmap="gray_r")
         axes.set_title(str(found[i].item()), color="tab:red" if found[i] != labels[test[i]] else "black", fontsize=9)
         axes.axis("off")
     options.out.mkdir(parents=True, exist_ok=True)

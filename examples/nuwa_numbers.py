@@ -89,7 +89,7 @@ def main():
     print(f"activations of one step: {mib[0]:.1f} MiB with retrograd, {mib[1]:.1f} MiB without reversal")
     figure = Figure(figsize=(13, 9), layout="constrained")
     for panel, number, chance in zip(figure.subplots(3, 2).flat, test.tolist(), chances):
-        panel.imshow(chance.T, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        panel.imshow(chance.T.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
         panel.set(title=" ".join(in_words(number)), xlabel="place", ylabel="digit", yticks=range(10))
     options.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out / "nuwa_numbers.png", dpi=120)
