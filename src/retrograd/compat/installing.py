@@ -13,6 +13,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -41,13 +42,12 @@ def _functions(blocks: int, each: int) -> list[list[nn.Module]]:
     return [[_Function(0.5 + 0.1 * (each * i + j)) for j in range(each)] for i in range(blocks)]
 
 
-def _stack(sequence: Any, *args: Any, **kwargs: Any) -> Any:
-    return sequence([tuple(pair) for pair in _functions(3, 2)])(*args, **kwargs)
+def _pairs(sequence: Any, x: Any, **options: Any) -> Any:
+    return sequence([tuple(pair) for pair in _functions(3, 2)], **options)(x, text=0.3)
 
 
 def _routed(sequence: Any) -> Any:
-    route = {"text": [(True, False), (False, True), (True, True)]}
-    return sequence([tuple(pair) for pair in _functions(3, 2)], args_route=route)(_ramp(1, 4, 6), text=0.3)
+    return _pairs(sequence, _ramp(1, 4, 6), args_route={"text": [(True, False), (False, True), (True, True)]})
 
 
 def _two_modalities(sequence: Any) -> Any:
@@ -74,13 +74,13 @@ SYSTEMS = [
         reformer,
         ("Deterministic", "ReversibleBlock", "IrreversibleBlock", "ReversibleSequence"),
         "ReversibleSequence",
-        lambda sequence: _stack(sequence, _ramp(1, 4, 6), text=0.3),
+        lambda sequence: _pairs(sequence, _ramp(1, 4, 6)),
     ),
     System(
         axial,
         ("Deterministic", "ReversibleBlock", "IrreversibleBlock", "ReversibleSequence"),
         "ReversibleSequence",
-        lambda sequence: _stack(sequence, _ramp(1, 4, 2, 3), text=0.3),
+        lambda sequence: _pairs(sequence, _ramp(1, 4, 2, 3)),
     ),
     System(
         nuwa,
@@ -92,7 +92,7 @@ SYSTEMS = [
         se3,
         ("Deterministic", "ReversibleBlock", "ReversibleSequence", "SequentialSequence"),
         "ReversibleSequence",
-        lambda sequence: _stack(sequence, {"0": _ramp(1, 8, 1), "1": _ramp(1, 8, 3)}, text=0.3),
+        lambda sequence: _pairs(sequence, {"0": _ramp(1, 8, 1), "1": _ramp(1, 8, 3)}),
     ),
     System(
         nuwa_video_audio,
@@ -121,9 +121,28 @@ class Installed(NamedTuple):
         return f"{self.module} runs on {self.system} ({', '.join(self.names)})"
 
 
-_swapped: dict[str, list[tuple[ModuleType, str, Any, Any]]] = {}  # by package: module, name, theirs, ours
-_done: dict[str, list[Installed]] = {}
-_already_ours: dict[str, set[tuple[str, str]]] = {}  # by package: names that meant ours before, and are left alone
+class Swap(NamedTuple):
+    """A name in a loaded module, and what it meant before and after."""
+
+    module: ModuleType
+    name: str
+    theirs: Any
+    ours: Any
+
+
+@dataclass
+class Installation:
+    """What was done to one package, and what undoing it needs."""
+
+    report: list[Installed]
+    swaps: list[Swap]
+    left_alone: set[tuple[str, str]]  # names, by module, that meant ours before
+
+    def is_in_place(self) -> bool:
+        return all(getattr(sys.modules.get(s.module.__name__), s.name, None) is s.ours for s in self.swaps)
+
+
+_installations: dict[str, Installation] = {}
 
 
 def install(package: str) -> list[Installed]:
@@ -138,8 +157,9 @@ def install(package: str) -> list[Installed]:
         >>> rg.compat.install("reformer_pytorch")  # doctest: +SKIP
         [Installed(module='reformer_pytorch.reversible', system='retrograd.compat.reformer', names=('Deterministic', ...))]
     """
-    if _is_in_place(package):
-        return _done[package]
+    before = _installations.get(package)
+    if before is not None and before.is_in_place():
+        return before.report
     _import(package)
     found, near_misses = [], []
     for module in _candidates(package):
@@ -156,38 +176,36 @@ def install(package: str) -> list[Installed]:
             f"install({package!r}): no module of this package is one of the five that retrograd replaces. Looked for a module "
             f"with the names and signatures of one of these ({looked_for}).{why}"
         )
-    swaps, report = [], []
+    swaps: list[Swap] = []
+    left_alone: set[tuple[str, str]] = set()
     for module, system in found:
         for name in system.names:
-            swaps += _swaps(getattr(module, name), getattr(system.module, name))
-        report.append(Installed(module.__name__, system.module.__name__, system.names))
-    if package not in _swapped:
-        _already_ours[package] = {(m.__name__, n) for *_, ours in swaps for m, n, *_ in _swaps(ours, ours)}
-    for module, name, _, ours in swaps:
-        setattr(module, name, ours)
-    _swapped[package] = _swapped.get(package, []) + swaps  # after a reload, what was swapped before stays so
-    _done[package] = report
+            theirs, ours = getattr(module, name), getattr(system.module, name)
+            swaps += [Swap(m, n, theirs, ours) for m, n in _names_of(theirs)]
+            left_alone |= {(m.__name__, n) for m, n in _names_of(ours)}
+    report = [Installed(module.__name__, system.module.__name__, system.names) for module, system in found]
+    for swap in swaps:
+        setattr(swap.module, swap.name, swap.ours)
+    if before is None:
+        _installations[package] = Installation(report, swaps, left_alone)
+    else:  # a reload in between; what was swapped before stays so
+        before.report, before.swaps = report, before.swaps + swaps
     return report
 
 
 def uninstall(package: str) -> None:
     """Undo `install(package)`. Models that were built in between stay as they are. Nothing happens if it was not installed."""
-    swaps = _swapped.pop(package, [])
-    for module, name, theirs, ours in swaps:
+    done = _installations.pop(package, None)
+    if done is None:
+        return
+    for module, name, theirs, ours in done.swaps:
         if getattr(module, name, None) is ours:
             setattr(module, name, theirs)
-    for theirs, ours in {id(ours): (theirs, ours) for *_, theirs, ours in swaps}.values():
-        for module, name, _, _ in _swaps(ours, theirs):  # names that its own modules have imported since
+    for theirs, ours in {id(swap.ours): (swap.theirs, swap.ours) for swap in done.swaps}.values():
+        for module, name in _names_of(ours):  # names that its own modules have imported since
             is_its_own = module.__name__.partition(".")[0] == package.partition(".")[0]
-            if is_its_own and (module.__name__, name) not in _already_ours[package]:
+            if is_its_own and (module.__name__, name) not in done.left_alone:
                 setattr(module, name, theirs)
-    _done.pop(package, None)
-
-
-def _is_in_place(package: str) -> bool:
-    return package in _done and all(
-        getattr(sys.modules.get(module.__name__), name, None) is ours for module, name, _, ours in _swapped[package]
-    )
 
 
 def _import(package: str) -> None:
@@ -254,12 +272,12 @@ def _parameters(function: Any) -> list[str]:
     return [str(p.replace(annotation=p.empty)) for p in parameters if p.name != "self"]
 
 
-def _swaps(theirs: Any, ours: Any) -> list[tuple[ModuleType, str, Any, Any]]:
-    """Everywhere a loaded module has a name for something of theirs: where it is defined, and where it was imported to."""
+def _names_of(value: Any) -> list[tuple[ModuleType, str]]:
+    """Everywhere a loaded module has a name for this: where it is defined, and where it was imported to."""
     return [
-        (module, name, theirs, ours)
+        (module, name)
         for module in list(sys.modules.values())
         if isinstance(module, ModuleType) and not module.__name__.startswith("retrograd.")
-        for name, value in list(vars(module).items())
-        if value is theirs
+        for name, meaning in list(vars(module).items())
+        if meaning is value
     ]

@@ -7,6 +7,7 @@ modules themselves only hold the functions, under the names that the original's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,21 +42,13 @@ class Deterministic(nn.Module):
             return self.net(*args, **kwargs)
         if self.cpu_state is None:
             raise RuntimeError("Deterministic(..., set_rng=True): nothing was recorded. Call it with record_rng=True first.")
-        by_kind: dict[str, list[torch.device]] = {device.type: [] for device in self.device_states}
-        for device in self.device_states:
-            by_kind[device.type].append(device)
-        with _forked(by_kind):
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.set_rng_state(self.cpu_state)
             for device, state in self.device_states.items():
+                stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
                 torch.get_device_module(device).set_rng_state(state, device)
             return self.net(*args, **kwargs)
-
-
-def _forked(devices: Mapping[str, list[torch.device]]) -> Any:
-    """Random states of the CPU and of these devices, put back at the end. All are of one kind, as long as a model is on one."""
-    for kind, chosen in devices.items():
-        return torch.random.fork_rng(devices=chosen, device_type=kind)
-    return torch.random.fork_rng(devices=[])
 
 
 class Line(NamedTuple):

@@ -22,8 +22,9 @@ pytree = _pytree
 # Sees every operation. Documented, but at home in a private module only.
 DispatchMode = TorchDispatchMode
 
-# What `torch.set_grad_enabled` and `torch.autograd.graph.saved_tensors_hooks` call. An update enters both three times, and the
-# public ones take 2 us each time, a twentieth of a step of a small network. If they were written in C they would replace these.
+# What `torch.set_grad_enabled` and `torch.autograd.graph.saved_tensors_hooks` call. Every update enters both, in forward and
+# again in backward, and the public ones take 2 us each time, a twentieth of a step of a small network. If they were written in C
+# they would replace these.
 set_grad_mode: Any = torch._C._set_grad_enabled
 push_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks  # type: ignore[attr-defined]
 pop_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks  # type: ignore[attr-defined]
