@@ -14,6 +14,9 @@ from retrograd.core.updates import Coupling as Coupling, Additive as Additive, A
 # what is kept and what is rebuilt
 from retrograd.core.memory import Reverse as Reverse, Keep as Keep
 
+# how exactly
+from retrograd.core.exact import Grid as Grid
+
 # inside a function
 from retrograd.core.replay import is_recomputing as is_recomputing
 
@@ -24,6 +27,9 @@ from retrograd.core.errors import (
     InPlaceError as InPlaceError,
     RecomputeError as RecomputeError,
     CouplingError as CouplingError,
+    DriftError as DriftError,
+    DriftWarning as DriftWarning,
+    GridError as GridError,
 )
 
 # the systems that it grew out of, with their own names (after everything that they use)

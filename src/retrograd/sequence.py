@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from retrograd.core import errors
+from retrograd.core.exact import Precision
 from retrograd.core.memory import Keep, Reverse
 from retrograd.core.private import are_transforms_active, without_compiler
-from retrograd.core.program import Run, State, Step, place
+from retrograd.core.program import Run, State, Step, place, read
 from retrograd.core.replay import Backstage
 from retrograd.core.streams import Duplicate, flatten_stream, unflatten
 from retrograd.core.tape import Tape
@@ -38,6 +39,10 @@ class ReversibleSequence(nn.Module):
         coupling: how a function's output enters its stream: `Additive()`, `Affine()`, `Momentum(0.9)` or your own.
         route: which keyword argument goes to which function, e.g. `{"mask": "f", "context": "fg"}`, or a list of such dicts,
             one for each block. What it leaves out goes to every function whose signature accepts it.
+        exact: True makes gradients bit-identical to those of `memory=Keep()`: streams live on a grid, see `rg.Grid`.
+        drift: what happens when rebuilt streams are further off than their dtype explains: "warn", "raise" or "ignore".
+        stream_dtype: streams are at least this wide, float32 if not given; functions read them in the input's dtype. With
+            `torch.bfloat16`, bfloat16 inputs stay as they are, and drift sixty thousand times as much.
 
     Example:
         >>> blocks = [(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(4)]
@@ -55,6 +60,9 @@ class ReversibleSequence(nn.Module):
         memory: Any = Reverse(),
         coupling: Any = _ADD,
         route: Route | None = None,
+        exact: Any = False,
+        drift: str = "warn",
+        stream_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([_pair(pair, i) for i, pair in enumerate(blocks)])
@@ -64,10 +72,12 @@ class ReversibleSequence(nn.Module):
         self.memory = _checked_memory(memory)
         self._backstage = Backstage()
         self.coupling = _checked_coupling(coupling)
+        self.precision = Precision(exact, drift, stream_dtype)
+        self.precision.coupling(self.coupling, "coupling")
         self.route = PairRoute(route, len(self.blocks))
 
     def extra_repr(self) -> str:
-        return f"streams={self.streams!r}, memory={self.memory!r}, coupling={self.coupling!r}"
+        return f"streams={self.streams!r}, memory={self.memory!r}, coupling={self.coupling!r}{self.precision}"
 
     def forward(self, x: Any, /, **kwargs: Any) -> Any:
         """The output for `x`, a tensor or a pytree of tensors; `(output, aux)` where functions return `WithAux`."""
@@ -78,7 +88,7 @@ class ReversibleSequence(nn.Module):
         run = new_run(self, self._open(x, "the input"), kwargs, [step for steps in program for step in steps])
         x = None  # from here on the run alone decides what stays alive
         for block, steps in zip(self.blocks, program):
-            run.enter(block(dict(run.state), run, steps))
+            run.end_block(block(dict(run.state), run, steps))
         joined = self._close(run)
         run.finish()
         return _with_aux(joined, run)
@@ -96,10 +106,11 @@ class ReversibleSequence(nn.Module):
                 "streams=rg.Split(), or use rg.Reversible, whose output is its streams."
             )
         program = self._program(kwargs)
-        run = Run(self._open(y, "the output"), kwargs, [step for steps in program for step in steps])
+        run = Run(self._open(y, "the output"), kwargs, [step for steps in program for step in steps], self.precision)
         run.index = len(run.program)
         for block, steps in zip(reversed(self.blocks), reversed(program)):
-            block(run.state, run, steps, undo=True)
+            run.end_block(block(dict(run.state), run, steps, undo=True))
+        run.finish()
         return self._close(run)
 
     def _open(self, value: Any, name: str) -> dict[str, Any]:
@@ -110,15 +121,17 @@ class ReversibleSequence(nn.Module):
 
     def _close(self, run: Run) -> Any:
         """Two streams as a value."""
-        return unflatten([self.streams.join(y1, y2) for y1, y2 in zip(run.state["x1"], run.state["x2"])], run.specs["x1"])
+        joined = [self.streams.join(y1, y2) for y1, y2 in zip(run.state["x1"], run.state["x2"])]
+        return read(joined, run.specs["x1"], run.dtypes["x1"])
 
     def _program(self, kwargs: dict[str, Any]) -> list[list[Step]]:
         """The updates of each block. Looked up at each call, because users replace and wrap modules."""
         functions: list[Any] = [fn for block in self.blocks for fn in (block.f, block.g)]
-        made_of, last = [*functions, self.coupling], self._backstage.program_of
+        coupling = self.precision.coupling(self.coupling, "coupling")
+        made_of, last = [*functions, coupling], self._backstage.program_of
         if not kwargs and len(made_of) == len(last) and all(map(operator.is_, made_of, last)):
             return self._backstage.program
-        coupling, route = self.coupling, self.route
+        route = self.route
         pair = coupling.pair() if hasattr(coupling, "pair") else _ADD.pair()
         returns = getattr(coupling, "returns", _ADD.returns)
         program, taken = [], set()
@@ -155,7 +168,7 @@ class Block(nn.Module):
         return ", ".join(f"{name}={fn!r}" for name in "fg" if not isinstance(fn := getattr(self, name), nn.Module))
 
     def forward(self, state: State, run: Run, steps: list[Step], undo: bool = False) -> State:
-        run.enter(state)
+        run.begin_block(state)
         for step in reversed(steps) if undo else steps:
             (run.undo if undo else run.update)(step)
         return dict(run.state)  # a copy goes in and a copy comes out: whatever a hook does to it shows
@@ -224,6 +237,7 @@ class Reversible(nn.Module):
     Args:
         updates: an iterable of `Update`. Parameters are named `updates.<i>.fn.…`.
         memory: `Reverse()` rebuilds; `Keep()` stores everything, as plain autograd does. May be assigned at any time.
+        exact, drift, stream_dtype: as for `ReversibleSequence`.
 
     Example:
         >>> f, g = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
@@ -233,18 +247,29 @@ class Reversible(nn.Module):
         ['a', 'b']
     """
 
-    def __init__(self, updates: Iterable[Update], *, memory: Any = Reverse()) -> None:
+    def __init__(
+        self,
+        updates: Iterable[Update],
+        *,
+        memory: Any = Reverse(),
+        exact: Any = False,
+        drift: str = "warn",
+        stream_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         updates = list(updates)
         for i, update in enumerate(updates):
             if not isinstance(update, Update):
                 raise TypeError(f"updates[{i}] is {update!r:.80}; write rg.Update(target, fn, reads=(...)).")
         self.updates = nn.ModuleList(updates)
+        self.precision = Precision(exact, drift, stream_dtype)
+        for i, update in enumerate(updates):
+            self.precision.coupling(update.coupling, f"updates[{i}]")
         self.memory = _checked_memory(memory)
         self._backstage = Backstage()
 
     def extra_repr(self) -> str:
-        return f"memory={self.memory!r}"
+        return f"memory={self.memory!r}{self.precision}"
 
     def forward(self, streams: dict[str, Any], /, **kwargs: Any) -> Any:
         """The streams after all updates; `(streams, aux)` where functions return `WithAux`."""
@@ -265,10 +290,11 @@ class Reversible(nn.Module):
     def inverse(self, streams: dict[str, Any], /, **kwargs: Any) -> dict[str, Any]:
         """The streams that gave these, without autograd. See `ReversibleSequence.inverse` on randomness."""
         program = self._program(streams, kwargs)
-        run = Run(streams, kwargs, program)
+        run = Run(streams, kwargs, program, self.precision)
         run.index = len(program)
         for step in reversed(program):
             run.undo(step)
+        run.finish()
         return run.streams()
 
     def _program(self, streams: dict[str, Any], kwargs: dict[str, Any]) -> list[Step]:
@@ -287,7 +313,8 @@ class Reversible(nn.Module):
             keywords = by_update(u.route, u.fn, len(u.reads), kwargs)
             taken.update(keywords.values())
             returns = getattr(u.coupling, "returns", _ADD.returns)
-            program.append(Step(f"updates.{i}", u.target, u.reads, u.fn, u.coupling, keywords, returns))
+            coupling = self.precision.coupling(u.coupling, f"updates[{i}]")
+            program.append(Step(f"updates.{i}", u.target, u.reads, u.fn, coupling, keywords, returns))
         if program:
             check_all_taken(kwargs, taken, program, "rg.Update(..., route=({!r},))")
         return program
@@ -312,7 +339,7 @@ def _is_recorded(memory: Any) -> bool:
 
 
 def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
-    return forward(lambda module, streams, keywords, program: Run(streams, keywords, program), value, kwargs)
+    return forward(lambda module, *opened: Run(*opened, precision=module.precision), value, kwargs)
 
 
 # [Note: torch.compile] Forward and recompute must call the same callable, compiled or not, or they save different tensors. A
@@ -321,7 +348,8 @@ def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> A
 @without_compiler
 def _recorded(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
     def new_run(module: Any, streams: dict[str, Any], keywords: dict[str, Any], program: list[Step]) -> Run:
-        return Tape(streams, keywords, program, module.memory.plan([step.target for step in program]), module._backstage)
+        plan = module.memory.plan([step.target for step in program])
+        return Tape(streams, keywords, program, module.precision, plan, module._backstage)
 
     return forward(new_run, value, kwargs)
 

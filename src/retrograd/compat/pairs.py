@@ -63,15 +63,16 @@ class Line(NamedTuple):
 class Engine:
     """Lines, run by an `rg.Reversible` that is made anew only when they change.
 
-    `memory` is that of every `rg` module, and may be assigned: `sequence.engine.memory = rg.Keep()`.
+    `memory` and `exact` are those of every `rg` module, and may be assigned: `sequence.engine.memory = rg.Keep()`.
     """
 
-    def __init__(self, memory: Any = rg.Reverse()) -> None:
+    def __init__(self, memory: Any = rg.Reverse(), exact: Any = False) -> None:
         self.memory = memory
+        self.exact = exact
         self.last: tuple[Any, rg.Reversible] | None = None  # replaced as a whole: threads may share it
 
     def __reduce__(self) -> Any:
-        return Engine, (self.memory,)  # copies and pickles make theirs anew
+        return Engine, (self.memory, self.exact)  # copies and pickles make theirs anew
 
     def __call__(
         self, lines: list[Line], streams: dict[str, Any], kwargs: Mapping[str, Any], reverse: bool = True
@@ -79,9 +80,9 @@ class Engine:
         if not lines:
             return streams
         last, memory = self.last, self.memory if reverse else rg.Keep()
-        if last is None or last[0] != (lines, memory):
+        if last is None or last[0] != (lines, memory, self.exact):
             updates = [rg.Update(target, fn, reads, route=route) for target, fn, reads, route in lines]
-            last = self.last = (lines, memory), rg.Reversible(updates, memory=memory)
+            last = self.last = (lines, memory, self.exact), rg.Reversible(updates, memory=memory, exact=self.exact)
         taken = {outer for line in lines for outer in line.route.values()}
         return last[1](streams, **{name: _own(value) for name, value in kwargs.items() if name in taken})
 

@@ -7,6 +7,7 @@ stand here together, so that they read alike; who raises one knows only the fact
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import frexp, isfinite
 from typing import Any
 
 
@@ -24,6 +25,18 @@ class InPlaceError(RetrogradError):
 
 class RecomputeError(RetrogradError):
     """A function did something else the second time it ran."""
+
+
+class DriftError(RecomputeError):
+    """Rounding errors of the rebuilt streams have grown beyond what their dtype explains."""
+
+
+class DriftWarning(UserWarning):
+    """What `DriftError` says, as a warning."""
+
+
+class GridError(RetrogradError):
+    """A value is too large for the grid of exact reversal."""
 
 
 class CouplingError(RetrogradError):
@@ -45,6 +58,23 @@ def note(error: Exception, where: str, reads: Sequence[tuple[str, Sequence[Any]]
 def misfit(where: str, returned: str, fix: str) -> RetrogradError:
     why = "an output can be taken back out of its target only if it has the target's structure, shape and dtype."
     return explain(OutputError, where, f"returned {returned}.", why, fix)
+
+
+def out_of_range(where: str, stream: str, value: float, limit: float, bits: int) -> RetrogradError:
+    what = f"stream {stream!r} holds {value:.4g}, and its grid ends at {limit:.4g}."
+    why = f"beyond that, sums of multiples of 2**-{bits} are rounded, and undoing an update would not restore every bit."
+    more = max(frexp(value / limit)[1], 1) if isfinite(value) else bits + 1  # powers of two that are missing
+    coarser = (
+        f"exact=rg.Grid(bits={bits - more}), or " if more <= bits else "look for what made it so large; or normalise it, or "
+    )
+    return explain(GridError, where, what, why, f"{coarser}exact=rg.Grid(dtype=torch.float64), whose range is 2,097,152.")
+
+
+def drifted(where: str, stream: str, error: float, limit: float) -> RetrogradError:
+    what = f"rebuilt stream {stream!r} is off by {error:.0e} of its size; healthy networks of this dtype stay below {limit:.0e}."
+    why = "undoing an update rounds, and the errors add up; gradients of the updates before this one are about that much off."
+    fix = "exact=True restores every bit; rg.Additive() and a wider stream_dtype drift less; drift='ignore' accepts it."
+    return explain(DriftError, where, what, why, fix)
 
 
 def edited_input(where: str, stream: str, kind: str) -> RetrogradError:
@@ -96,7 +126,7 @@ def inverse_in_place(where: str, coupling: str) -> RetrogradError:
 def replaced_stream(where: str, stream: str, before: str, after: str) -> RetrogradError:
     what = f"a hook on the block replaced stream {stream!r}: {before} became {after}."
     why = "what happens to a stream outside its updates cannot be undone in backward."
-    fix = "hook f and g instead; under FSDP2 use MixedPrecisionPolicy(cast_forward_inputs=False), or fully_shard f and g."
+    fix = "hook f and g instead; under FSDP2 leave out MixedPrecisionPolicy(output_dtype=...), or fully_shard f and g."
     return explain(RetrogradError, where, what, why, fix)
 
 
@@ -115,17 +145,20 @@ def already_passed(where: str) -> RetrogradError:
     return explain(RetrogradError, where, "is asked for after backward has already passed it.", why, fix)
 
 
-def wrong_arrival(updates: int, stream: str, error: float, scale: float, limit: float) -> RetrogradError:
-    what = (
-        f"did not arrive at the input: stream {stream!r}, of size {scale:.1e}, is off by {error:.1e} (limit {limit:.0e} of it)."
-    )
+def not_exact(where: str, stream: str, error: float) -> RetrogradError:
+    what = f"rebuilt stream {stream!r} is off by {error:.1e}, and with exact=True nothing may be off."
+    why = "a function gave another output in recompute: it has state outside its modules, or its kernels are not deterministic."
+    fix = "keep such state alone with rg.is_recomputing(); torch.use_deterministic_algorithms(True) shows kernels that are not."
+    return explain(RecomputeError, f"the walk back to {where}:", what, why, fix)
+
+
+def wrong_arrival(where: str, stream: str, error: float, scale: float, limit: float) -> RetrogradError:
+    what = f"did not arrive where forward was: stream {stream!r}, of size {scale:.1e}, is off by {error:.1e} (limit {limit:.0e})."
     why = (
         "a function gave another output in recompute (state outside its modules), or rounding grew on the way (momentum, affine)."
     )
-    fix = (
-        "keep such state alone with rg.is_recomputing(); see how memory=rg.Keep() differs; prefer rg.Additive() or a wider dtype."
-    )
-    return explain(RecomputeError, f"the walk back through {updates} updates", what, why, fix)
+    fix = "keep such state alone with rg.is_recomputing(); see how memory=rg.Keep() differs; prefer exact=True or wider streams."
+    return explain(RecomputeError, f"the walk back to {where}", what, why, fix)
 
 
 def other_recompute(where: str, then: list[Any], now: list[Any]) -> RetrogradError:

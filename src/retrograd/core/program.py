@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from retrograd.core import errors
+from retrograd.core.exact import Precision
+from retrograd.core.private import are_transforms_active
 from retrograd.core.streams import Leaves, Spec, dense, describe, flatten_like, flatten_stream, unflatten
 from retrograd.core.updates import Coupling, WithAux
 
 Parts = list[tuple[Tensor, ...]]  # for each leaf of the target, what the coupling gets besides it
+Dtypes = list[torch.dtype] | None  # in which a stream's leaves are read; None: in their own
 State = dict[str, tuple[Tensor, ...]]  # each stream's leaves; tuples, so that they change only by being replaced
 
 
@@ -36,24 +39,64 @@ Program = Sequence[Step]
 
 
 class Run:
-    """One pass of `program` over `streams`."""
+    """One pass of `program` over `streams`.
 
-    def __init__(self, streams: dict[str, Any], keywords: dict[str, Any], program: Program) -> None:
+    Streams are as wide as `precision` says, and on its grid if it has one; functions read them in the dtype that the caller gave.
+    """
+
+    def __init__(self, streams: dict[str, Any], keywords: dict[str, Any], program: Program, precision: Precision) -> None:
         self.state: State = {}
         self.specs: dict[str, Spec] = {}
+        self.given: dict[str, Dtypes] = {}  # by the caller
+        self.dtypes = self.given  # in which functions read; others within a block whose hooks cast
+        self.casts: State = {}  # and what such hooks made of the streams
+        self.grid = precision.grid
+        self.peaks: list[tuple[str, int | None, Tensor]] = []  # with a grid: the largest value of each stream after each update
         for name, value in streams.items():
             leaves, self.specs[name] = flatten_stream(value, name)
-            self.state[name] = tuple(map(dense, leaves))
+            self.state[name] = wide = tuple([precision.stream(dense(leaf)) for leaf in leaves])
+            dtypes = [leaf.dtype for leaf in leaves]
+            self.given[name] = None if dtypes == [leaf.dtype for leaf in wide] else dtypes
+            if self.grid is not None:
+                self.note_peaks(name, None)
         self.keywords = keywords
         self.program = program
         self.index = 0  # of the next update
         self.aux: list[Any] = []
 
     def streams(self) -> dict[str, Any]:
-        return {name: unflatten(leaves, self.specs[name]) for name, leaves in self.state.items()}
+        """The streams as the caller gets them, in the dtypes that it gave."""
+        return {name: self.read(name) for name in self.state}
 
-    def enter(self, state: State) -> None:
-        """Go on from `state`: what a block was called with, or returned, after the hooks on it ran."""
+    def read(self, name: str) -> Any:
+        if name in self.casts:
+            return unflatten(self.casts[name], self.specs[name])
+        return read(self.state[name], self.specs[name], self.dtypes[name])
+
+    def note_peaks(self, name: str, index: int | None) -> None:
+        """Remember how large a stream is after update `index`. Looked at in the end, so that a device is waited for only once."""
+        for leaf in self.state[name]:
+            if (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel():
+                self.peaks.append((name, index, torch.linalg.vector_norm(leaf.detach(), float("inf"))))
+
+    def begin_block(self, state: State) -> None:
+        """Go on from what a block was called with, after the hooks on it ran.
+
+        [Note: hooks that cast] FSDP's mixed precision casts what a module is called with. The sums of a reversible network must
+        stay as wide as they are, so the block's functions read the cast streams, and the updates go on with their own.
+        """
+        casts = {n: ts for n, ts in state.items() if ts is not self.state[n] and any(map(is_cast, ts, self.state[n]))}
+        if casts:
+            state = {name: self.state[name] if name in casts else leaves for name, leaves in state.items()}
+            self.casts, self.dtypes = casts, self.given | {name: [t.dtype for t in leaves] for name, leaves in casts.items()}
+        self.resume(state)
+
+    def end_block(self, state: State) -> None:
+        """Go on from what a block returned, after the hooks on it ran."""
+        self.casts, self.dtypes = {}, self.given
+        self.resume(state)
+
+    def resume(self, state: State) -> None:
         self.state = state
 
     def update(self, step: Step) -> None:
@@ -62,7 +105,7 @@ class Run:
         # Inference tensors count no versions; nothing will ever be rebuilt from them either.
         leaves = [leaf for name in (step.target, *step.reads) for leaf in state[name] if not leaf.is_inference()]
         versions = [leaf._version for leaf in leaves]
-        reads = [unflatten(state[name], self.specs[name]) for name in step.reads]
+        reads = [self.read(name) for name in step.reads]
         try:
             parts, aux = fit(call(step, reads, self.keywords), self.program, self.index, target, self.specs[step.target])
             updated = couple(step, target, parts)
@@ -72,6 +115,9 @@ class Run:
         if versions != [leaf._version for leaf in leaves]:
             raise self.edited_input(leaves, versions)
         self.state[step.target] = updated
+        self.casts.pop(step.target, None)
+        if self.grid is not None:
+            self.note_peaks(step.target, self.index)
         self.aux += aux
         self.index += 1
 
@@ -80,12 +126,29 @@ class Run:
         """Take the last update back, without autograd."""
         self.index -= 1
         state, target = self.state, self.state[step.target]
-        reads = [unflatten(state[name], self.specs[name]) for name in step.reads]
+        reads = [self.read(name) for name in step.reads]
         parts, _ = fit(call(step, reads, self.keywords), self.program, self.index, target, self.specs[step.target])
         state[step.target] = tuple([step.coupling.inverse(y, *out) for y, out in zip(target, parts)])
+        self.casts.pop(step.target, None)
+        if self.grid is not None:
+            self.note_peaks(step.target, self.index)
 
     def finish(self) -> None:
-        """Called after the last update, before anyone else sees the streams."""
+        """Called after the last update, before anyone else sees the streams. Raises if a value left the grid's range."""
+        if (
+            self.grid is None
+            or not self.peaks
+            or self.peaks[0][2].is_meta
+            or are_transforms_active()
+            or torch.compiler.is_compiling()
+        ):
+            return
+        device = self.peaks[0][2].device
+        values = torch.stack([peak.to(device, torch.float64) for *_, peak in self.peaks]).tolist()
+        for (name, index, peak), value in zip(self.peaks, values):
+            if not value < self.grid.limit(peak.dtype):
+                where = "the input:" if index is None else f"{place(self.program, index)}:"
+                raise errors.out_of_range(where, name, value, self.grid.limit(peak.dtype), self.grid.bits_of(peak.dtype))
 
     def blame(self, error: Exception, leaves: Leaves) -> None:
         """Say in which update a function failed: a note on its own error, or ours if torch refused to edit a leaf in place."""
@@ -105,6 +168,17 @@ class Run:
 def place(program: Program, index: int) -> str:
     """Where an error is: `update 7 of 48 (blocks.3.g)`."""
     return f"update {index} of {len(program)} ({program[index].name})"
+
+
+def is_cast(after: Tensor, before: Tensor) -> bool:
+    return after.dtype != before.dtype and after.is_floating_point() and after.shape == before.shape
+
+
+def read(leaves: Leaves, spec: Spec, dtypes: Dtypes) -> Any:
+    """A stream as functions and callers see it."""
+    if dtypes is not None:
+        leaves = [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes)]
+    return leaves[0] if spec is None else unflatten(leaves, spec)
 
 
 def call(step: Step, reads: list[Any], keywords: dict[str, Any]) -> Any:

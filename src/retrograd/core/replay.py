@@ -130,6 +130,7 @@ class Backstage:
 
     structure: Structure | None = None
     program: Any = None  # the last one without keyword arguments
+    warned = False  # of drift; once is enough
     program_of: Any = ()  # what it was made of
 
     def __reduce__(self) -> Any:

@@ -18,22 +18,30 @@ import torch
 from torch import Tensor
 
 from retrograd.core import errors
+from retrograd.core.exact import Precision
 from retrograd.core.memory import Plan, is_spare
 from retrograd.core.private import pop_hooks, push_hooks, surrounding_hooks
 from retrograd.core.program import Parts, Program, Run, State, Step, call, couple, fit, place
 from retrograd.core.replay import Backstage, Scene, version_of
-from retrograd.core.streams import Leaves, describe, unflatten
+from retrograd.core.streams import Leaves, describe
 from retrograd.core.updates import TRUSTED
 from retrograd.core.walk import Arguments, Frame, Record, Walk, meta
+from retrograd.core.waypoints import Waypoints
 
 
 class Tape(Run):
     """A `Run` that autograd can walk back."""
 
     def __init__(
-        self, streams: dict[str, Any], keywords: dict[str, Any], program: Program, plan: Plan, backstage: Backstage
+        self,
+        streams: dict[str, Any],
+        keywords: dict[str, Any],
+        program: Program,
+        precision: Precision,
+        plan: Plan,
+        backstage: Backstage,
     ) -> None:
-        super().__init__(streams, keywords, program)
+        super().__init__(streams, keywords, program, precision)
         self.plan = plan
         self.sample = plan.sample
         self.sample_bytes: list[int] = []
@@ -45,10 +53,10 @@ class Tape(Run):
         given = tuple(value for value in arguments.leaves if isinstance(value, torch.nn.Module))
         functions = [(s.fn, *given) if isinstance(s.coupling, TRUSTED) else (s.fn, s.coupling, *given) for s in program]
         self.scene = Scene(backstage.get(functions), leaves, arguments.leaves)
-        self.walk = Walk(program, self.specs, self.scene, arguments)
-        self.walk.arrive_at(self.state)
+        self.waypoints = Waypoints(program, precision, backstage)
+        self.walk = Walk(program, self.specs, self.scene, arguments, self.waypoints)
 
-    def enter(self, state: State) -> None:
+    def resume(self, state: State) -> None:
         for name, leaves in state.items():
             if leaves is self.state[name]:
                 continue  # nearly always
@@ -56,7 +64,7 @@ class Tape(Run):
                 if after is not before and (after.dtype != before.dtype or after.data_ptr() != before.data_ptr()):
                     where = f"before update {self.index} of {len(self.program)},"
                     raise errors.replaced_stream(where, name, describe(before), describe(after))
-        super().enter(state)
+        super().resume(state)
 
     def update(self, step: Step) -> None:
         index, plan = self.index, self.plan
@@ -65,14 +73,17 @@ class Tape(Run):
         if self.sealed:
             return super().update(step)
         state, specs, walk = self.state, self.specs, self.walk
+        if index in self.waypoints.at:
+            self.waypoints.note(index, state)
         target = state[step.target]
         leaves, reads = [*target], []
         for name in step.reads:
             leaves += state[name]
-            reads.append(state[name][0] if specs[name] is None else unflatten(state[name], specs[name]))
+            reads.append(self.read(name))
         versions = list(map(version_of, leaves))
         scene, record, frame = self.scene, Record(), Frame(walk, index)
         cast = scene.casts[index]
+        record.dtypes = self.dtypes
         record.needs_grad = [leaf.requires_grad for leaf in leaves]
         record.versions, record.kept = scene.versions[cast.number], None
         seen = scene.buffers(cast) if scene.has_buffers else []
@@ -81,6 +92,8 @@ class Tape(Run):
         try:
             parts, aux = fit(call(step, reads, self.keywords), self.program, index, target, specs[step.target])
             record.by_fn = len(frame.store)  # type: ignore[arg-type]
+            if parts[0][0].dtype != target[0].dtype:
+                self.waypoints.saw(parts[0][0].dtype)
             updated = couple(step, target, parts)
         except Exception as error:
             self.blame(error, leaves)
@@ -112,6 +125,10 @@ class Tape(Run):
                 if node is not None:
                     node.register_prehook(functools.partial(walk.arrive, index))
         state[step.target] = updated
+        if self.casts:
+            self.casts.pop(step.target, None)
+        if self.grid is not None:
+            self.note_peaks(step.target, index)
         if aux:
             self.aux += aux
         self.index += 1
@@ -135,6 +152,7 @@ class Tape(Run):
         self.walk.begin_at(self.state)
 
     def finish(self) -> None:
+        super().finish()
         if not self.sealed:
             self.seal()
 

@@ -94,10 +94,10 @@ class Affine(Coupling):
         return self.limit * (log_scale / self.limit).tanh()
 
     def forward(self, x: Tensor, log_scale: Tensor, shift: Tensor) -> Tensor:
-        return x * self._bounded(log_scale).exp() + shift
+        return x * self._bounded(log_scale.to(x.dtype)).exp() + shift  # in the stream's dtype, which may be wider
 
     def inverse(self, y: Tensor, log_scale: Tensor, shift: Tensor) -> Tensor:
-        return (y - shift) * (-self._bounded(log_scale)).exp()
+        return (y - shift) * (-self._bounded(log_scale.to(y.dtype))).exp()
 
 
 @dataclass(frozen=True)

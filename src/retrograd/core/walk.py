@@ -25,10 +25,11 @@ from torch import Tensor
 
 from retrograd.core import errors
 from retrograd.core.private import pop_hooks, push_hooks, set_grad_mode, storage_users
-from retrograd.core.program import Parts, Program, State, Step, call, couple, fit, place
+from retrograd.core.program import Dtypes, Parts, Program, State, Step, call, couple, fit, place, read
 from retrograd.core.replay import Buffers, Scene, check_unedited, recomputing, version_of
 from retrograd.core.streams import Leaves, Spec, describe, flatten, unflatten
 from retrograd.core.updates import TRUSTED
+from retrograd.core.waypoints import Waypoints
 
 Meta = tuple[torch.Size, torch.dtype]
 meta = operator.attrgetter("shape", "dtype")
@@ -37,9 +38,10 @@ meta = operator.attrgetter("shape", "dtype")
 class Record:
     """What is remembered of one update: enough to run it again the same way, and to see whether it did."""
 
-    __slots__ = ("buffers", "by_fn", "kept", "needs_grad", "random", "saved", "versions")
+    __slots__ = ("buffers", "by_fn", "dtypes", "kept", "needs_grad", "random", "saved", "versions")
 
     needs_grad: list[bool]  # of the target's leaves and then of each read's: [Note: why reads keep requires_grad]
+    dtypes: dict[str, Dtypes]  # in which it read the streams
     random: list[bytes] | None  # random states before it ran, if it drew
     buffers: Buffers  # what it saw of them
     versions: list[int]  # of its parameters
@@ -107,7 +109,15 @@ class Recount:
 class Walk:
     """The state before update `at`, whose frame has what it saved; and how to get from there to earlier ones."""
 
-    def __init__(self, program: Program, specs: dict[str, Spec], scene: Scene, arguments: Arguments) -> None:
+    def __init__(
+        self,
+        program: Program,
+        specs: dict[str, Spec],
+        scene: Scene,
+        arguments: Arguments,
+        waypoints: Waypoints,
+    ) -> None:
+        self.waypoints = waypoints
         self.program = program
         self.specs = specs
         self.scene = scene
@@ -121,14 +131,8 @@ class Walk:
         self.anchor_versions: list[int] = []
         self.newest = -1  # no frame after this one is alive
         self.is_present = False  # whether the scene of forward is still the present one: see Scene.is_present
-        self.start: State = {}  # a few elements of each stream before update 0
-        self.end: State = {}  # and where the walk begins
 
     # --- called by the tape, in forward
-
-    def arrive_at(self, state: State) -> None:
-        """The state before update 0, where a walk through all updates must arrive."""
-        self.start = samples(state)
 
     def note_random(self) -> list[bytes]:
         """The random states. Forgets those before the last update if it did not draw: they cost 5 kB each on a CPU."""
@@ -143,7 +147,7 @@ class Walk:
         self.newest = len(self.records) - 1
         self.counts = {name: len(leaves) for name, leaves in state.items()}
         if self.records:
-            self.end = samples(state)
+            self.waypoints.begin_at(state)
             self.anchor = len(self.records), Vault([leaf for leaves in aliases(state).values() for leaf in leaves])
 
     # --- called by autograd, in backward, possibly from several threads
@@ -235,7 +239,7 @@ class Walk:
                     reads = []
                     for name in step.reads:
                         leaves = state[name]
-                        reads.append(unflatten(leaf_views(leaves, record.needs_grad, at), specs[name]))
+                        reads.append(read(leaf_views(leaves, record.needs_grad, at), specs[name], record.dtypes[name]))
                         at += len(leaves)
                     output = call(step, reads, self.arguments.open() if step.keywords else {})
                     self.compare(index, recount, then if len(then) == record.by_fn else then[: record.by_fn])
@@ -261,31 +265,14 @@ class Walk:
         frame = self.frames[index]()
         if frame is not None and record.kept is None:
             frame.store, frame.versions = store, recount.versions  # type: ignore[assignment]
-        if undo and index == 0:
-            self.check_arrival()
+        if undo and index in self.waypoints.at:
+            self.waypoints.compare(index, self.state)
 
     def compare(self, index: int, recount: Recount, then: list[Meta]) -> None:
         """Raise unless what forward saved was saved again, and nothing else."""
         now = list(map(meta, recount.store))
         if now != then:
             raise errors.other_recompute(place(self.program, index), then, now)
-
-    @torch.no_grad()
-    def check_arrival(self) -> None:
-        """Raise if the walk did not arrive where forward began: some function did something else, or rounding grew too large.
-
-        The limit is the fourth root of the dtype's epsilon (1e-4 in float64, 2e-2 in float32, 0.3 in bfloat16), relative to what
-        the stream held at either end: far beyond healthy rounding.
-        """
-        arrived = samples(self.state)
-        for name, expected in self.start.items():
-            for then, now, end in zip(expected, arrived[name], self.end[name]):
-                if then.is_floating_point() and then.numel() and not then.is_meta:
-                    limit = torch.finfo(then.dtype).eps ** 0.25
-                    rows = torch.stack((now, then, end)).tolist()
-                    error, scale = max(abs(a - b) for a, b in zip(*rows[:2])), max(map(abs, rows[1] + rows[2]))
-                    if error > limit * scale:
-                        raise errors.wrong_arrival(len(self.records), name, error, scale, limit)
 
     def undo(self, step: Step, index: int, parts: Parts) -> None:
         """Take an update out of its target. Overwrites the target where no one else can see it."""
@@ -299,20 +286,6 @@ class Walk:
         finally:
             set_grad_mode(gradients)
         self.state[step.target], self.at = tuple(rebuilt), index
-
-
-def samples(state: State) -> State:
-    return {name: tuple([sample(leaf.detach()) for leaf in leaves]) for name, leaves in state.items()}
-
-
-def sample(leaf: Tensor) -> Tensor:
-    """Sixteen elements of a tensor, or all of a smaller one, without copying the rest. The same ones whatever its strides."""
-    if type(leaf) is not Tensor:  # a sharded one, say: its first row
-        return leaf[(0,) * (leaf.ndim - 1)][:16].clone()
-    count, step = min(leaf.numel(), 16), max(leaf.numel() // 16, 1)
-    if leaf.is_contiguous():
-        return leaf.as_strided((count,), (step,)).clone()
-    return leaf[torch.unravel_index(torch.arange(count, device=leaf.device) * step, leaf.shape)]
 
 
 def leaf_views(leaves: Leaves, needs_grad: list[bool], at: int) -> list[Tensor]:

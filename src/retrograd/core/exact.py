@@ -1,0 +1,151 @@
+"""Exact reversal: rebuilt streams that equal what forward saw, to the bit.
+
+Floating-point addition loses bits: `(x + out) - out` is not quite `x`. But multiples of `2**-k` add without loss as long as the
+sums stay below `2**(p - k)`, where p is the number of bits in a float's significand (24 for float32, 53 for float64). So streams
+live on such a *grid*, and a function's output is rounded to it before it is added:
+
+    y = x + round(out)            undone by            x = y - round(out)
+
+Rounding has the gradient of the identity. Rebuilt streams, and so recomputed functions, and so gradients, are then bit-identical
+to those of the same network with `memory=rg.Keep()`: top-k routing, hashing and bfloat16 are safe to reverse.
+
+What it costs: three passes over a function's output, twice a step, and one reduction over the updated stream that sees to it that
+no value leaves the grid's range; no memory but the rounded output itself. `docs/decisions/0006` has the measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograd.core.updates import Additive
+
+_SIGNIFICAND = {torch.float32: 24, torch.float64: 53}
+_DEFAULT_BITS = {torch.float32: 16, torch.float64: 32}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The grid that streams live on when `exact` is asked for: multiples of `2**-bits`.
+
+    Args:
+        bits: how fine it is. The finer, the smaller the range: values must stay below `2**(24 - bits)` in float32 and below
+            `2**(53 - bits)` in float64. None: 16 in float32 (steps of 1.5e-5, values below 256), 32 in float64 (2.3e-10, 2.1e6).
+        dtype: of the streams; None: that of the input, and at least float32. float64 gives a range of millions, at twice the
+            bytes of a stream. Functions always get the dtype of the input.
+
+    Example:
+        >>> rg.Grid(bits=12).limit(torch.float32)
+        4096.0
+    """
+
+    bits: int | None = None
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in _SIGNIFICAND:
+            raise ValueError(f"Grid(dtype={self.dtype}): streams on a grid are torch.float32 or torch.float64.")
+        most = _SIGNIFICAND[self.dtype or torch.float32]
+        if self.bits is not None and not (type(self.bits) is int and 0 <= self.bits < most):
+            raise ValueError(
+                f"Grid(bits={self.bits!r}): bits is a whole number from 0 to {most - 1}, for instance Grid(bits=16)."
+            )
+
+    def bits_of(self, dtype: torch.dtype) -> int:
+        return _DEFAULT_BITS[dtype] if self.bits is None else self.bits
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """What values must stay below."""
+        return 2.0 ** (_SIGNIFICAND[dtype] - self.bits_of(dtype))
+
+    def round(self, out: Tensor, dtype: torch.dtype) -> Tensor:
+        """`out` in `dtype`, on the grid. With the gradient of the identity."""
+        if dtype.is_complex:
+            return torch.view_as_complex(self.round(torch.view_as_real(out.to(dtype)), dtype.to_real()))
+        if not dtype.is_floating_point:
+            return out  # whole numbers add exactly as they are
+        return _Round.apply(out.to(dtype), 2.0 ** self.bits_of(dtype))  # type: ignore[return-value]
+
+
+class _Round(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor, scale: float) -> Tensor:  # type: ignore[override]
+        return value.mul(scale).round_().mul_(1 / scale)  # powers of two: only `round_` rounds
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # type: ignore[override]
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:  # type: ignore[override]
+        return tangent.clone()
+
+
+@dataclass(frozen=True)
+class OnGrid(Additive):
+    """`Additive` with the function's output rounded to a grid: what `exact=True` makes of it."""
+
+    grid: Grid
+
+    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+        return x + self.grid.round(out, x.dtype)
+
+    def inverse(self, y: Tensor, out: Tensor) -> Tensor:
+        return y - self.grid.round(out, y.dtype)
+
+    def inverse_(self, y: Tensor, out: Tensor) -> Tensor:  # type: ignore[override]
+        return y.sub_(self.grid.round(out, y.dtype))
+
+
+class Precision:
+    """How exactly a stack rebuilds its streams: `exact`, `drift` and `stream_dtype`, checked."""
+
+    def __init__(self, exact: Any, drift: str, stream_dtype: torch.dtype | None) -> None:
+        if not isinstance(exact, (bool, Grid)):
+            raise TypeError(f"exact={exact!r}: pass True, False or rg.Grid(bits=..., dtype=...).")
+        if drift not in ("warn", "raise", "ignore"):
+            raise ValueError(f'drift={drift!r}: choose "warn", "raise" or "ignore".')
+        if stream_dtype is not None and not (isinstance(stream_dtype, torch.dtype) and stream_dtype.is_floating_point):
+            raise TypeError(f"stream_dtype={stream_dtype!r}: pass a floating-point dtype, such as torch.float32.")
+        self.grid = Grid() if exact is True else exact or None
+        self.drift = drift
+        self.width = stream_dtype or torch.float32
+        if self.grid is None:
+            return
+        if self.width not in _SIGNIFICAND:
+            raise ValueError(f"stream_dtype={stream_dtype} with exact={exact!r}: streams on a grid are float32 or float64.")
+        self.on_grid = OnGrid(self.grid)
+        self.width = self.grid.dtype or self.width
+
+    def __str__(self) -> str:
+        exact = "" if self.grid is None else f", exact={self.grid!r}"
+        width = "" if self.width == torch.float32 or exact else f", stream_dtype={self.width}"
+        return exact + width + ("" if self.drift == "warn" else f", drift={self.drift!r}")
+
+    def coupling(self, coupling: Any, where: str) -> Any:
+        """The coupling, on the grid if there is one; an error for one that multiplies."""
+        if self.grid is None:
+            return coupling
+        if type(coupling) is Additive:
+            return self.on_grid
+        raise ValueError(
+            f"{where}: exact reversal needs additive couplings, and this one is {coupling!r}. Multiplying a stream by anything "
+            "but a power of two loses bits that no later step brings back. Use rg.Additive(), or exact=False with drift='raise' "
+            "to be told when rounding errors grow."
+        )
+
+    def stream(self, leaf: Tensor) -> Tensor:
+        """An input leaf as a stream: no narrower than `width`, and on the grid."""
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf
+        dtype = torch.promote_types(leaf.dtype, self.width)
+        return leaf.to(dtype) if self.grid is None else self.grid.round(leaf, dtype)

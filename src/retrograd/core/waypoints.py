@@ -1,0 +1,101 @@
+"""Where a walk back must pass: a few elements of every stream, noted in forward at a few updates, compared in backward.
+
+Undoing an addition rounds, so a rebuilt stream *drifts* from what forward saw; and a function that does something else the second
+time leads the walk astray. Both show here. Eight places, sixteen elements of each stream: it costs next to nothing.
+
+Two limits, relative to what the stream held here and where the walk began, by the epsilon of the narrowest dtype in play:
+
+- of *drift*, its square root, and at most 3 % (3e-4 in float32, 3e-2 in bfloat16): half of the digits are gone, or more than
+  bfloat16 costs gradients anyway. Warns once, or raises, or neither, as the stack's `drift` says.
+- of *arrival*, its fourth root (2e-2 in float32, 0.3 in bfloat16): far beyond healthy rounding. Raises.
+
+On an exact stack nothing is rounded, and any difference raises.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from retrograd.core import errors
+from retrograd.core.exact import Precision
+from retrograd.core.program import Program, State, place
+from retrograd.core.replay import Backstage
+
+PLACES = 8
+
+
+class Waypoints:
+    """The places of one call, and what forward saw there."""
+
+    def __init__(self, program: Program, precision: Precision, backstage: Backstage) -> None:
+        self.program = program
+        self.drift = precision.drift
+        self.exact = precision.grid is not None
+        self.backstage = backstage
+        stride = max(-(-len(program) // PLACES), 1)
+        self.at = range(0, len(program) if self.exact or self.drift != "ignore" else 0, stride)
+        self.seen: dict[int, State] = {}
+        self.end: State = {}
+        self.narrow = 0.0  # the largest epsilon of what functions returned, where narrower than their stream
+        self.found: list[tuple[int, str, Tensor]] = []  # by place and stream: rows of now, then and the end
+
+    def saw(self, dtype: torch.dtype) -> None:
+        """A function returned something narrower than its stream."""
+        if dtype.is_floating_point:
+            self.narrow = max(self.narrow, torch.finfo(dtype).eps)
+
+    def note(self, index: int, state: State) -> None:
+        self.seen[index] = samples(state)
+
+    def begin_at(self, state: State) -> None:
+        """What the streams held where the walk begins."""
+        self.end = samples(state) if self.seen else {}
+
+    @torch.no_grad()
+    def compare(self, index: int, state: State) -> None:
+        """The walk is before update `index`: warn or raise if it is not where forward was."""
+        arrived = samples(state)
+        for name, expected in self.seen[index].items():
+            for then, now, end in zip(expected, arrived[name], self.end[name]):
+                if (then.is_floating_point() or then.is_complex()) and then.numel() and not then.is_meta:
+                    rows = torch.stack((now, then, end))
+                    self.found.append((index, name, torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows))
+        # An accelerator is waited for only once, in the end.
+        if index == 0 or all(rows.is_cpu for *_, rows in self.found):
+            found, self.found = self.found, []
+            for place_and_stream in found:
+                self.judge(*place_and_stream)
+
+    def judge(self, index: int, stream: str, rows: Tensor) -> None:
+        now, then, end = rows.tolist()
+        error, scale = max(abs(a - b) for a, b in zip(now, then)), max(map(abs, then + end))
+        where, epsilon = place(self.program, index), max(self.narrow, torch.finfo(rows.dtype).eps)
+        expected = min(epsilon**0.5, 0.03)
+        if self.exact:
+            if error:
+                raise errors.not_exact(where, stream, error)
+        elif error > epsilon**0.25 * scale:
+            raise errors.wrong_arrival(where, stream, error, scale, epsilon**0.25)
+        elif error > expected * scale and not (self.drift == "warn" and self.backstage.warned):
+            drifted = errors.drifted(where, stream, error / scale, expected)
+            if self.drift == "raise":
+                raise drifted
+            self.backstage.warned = True
+            warnings.warn(str(drifted), errors.DriftWarning, stacklevel=2)
+
+
+def samples(state: State) -> State:
+    return {name: tuple([sample(leaf.detach()) for leaf in leaves]) for name, leaves in state.items()}
+
+
+def sample(leaf: Tensor) -> Tensor:
+    """Sixteen elements of a tensor, or all of a smaller one, without copying the rest. The same ones whatever its strides."""
+    if type(leaf) is not Tensor:  # a sharded one, say: its first row
+        return leaf[(0,) * (leaf.ndim - 1)][:16].clone()
+    count, step = min(leaf.numel(), 16), max(leaf.numel() // 16, 1)
+    if leaf.is_contiguous():
+        return leaf.as_strided((count,), (step,)).clone()
+    return leaf[torch.unravel_index(torch.arange(count, device=leaf.device) * step, leaf.shape)]

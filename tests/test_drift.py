@@ -1,0 +1,122 @@
+"""Rounding errors of rebuilt streams: kept small by wide streams, and noticed where they are not."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import retrograd as rg
+from benchmarks.cases import Attention, FeedForward
+from retrograd.core import waypoints
+from retrograd.core.walk import Walk
+
+
+def transformer(depth, width=16, **options):
+    torch.manual_seed(0)
+    return rg.ReversibleSequence([(Attention(width, 2), FeedForward(width)) for _ in range(depth)], **options)
+
+
+def shaky(**options):
+    """Momentum enlarges errors by 1 / gamma at every function."""
+    torch.manual_seed(0)
+    blocks = [(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(24)]
+    return rg.ReversibleSequence(blocks, coupling=rg.Momentum(0.85), **options)
+
+
+def backward(stack, x=None):
+    stack(torch.randn(2, 4) if x is None else x).square().mean().backward()
+
+
+def test_warns_once_and_names_the_update():
+    stack = shaky()
+    with pytest.warns(rg.DriftWarning) as seen:
+        backward(stack)
+    (warning,) = seen
+    text = str(warning.message)
+    assert text.startswith("update ") and "(blocks." in text.splitlines()[0]
+    assert "of its size; healthy networks of this dtype stay below 3e-04" in text
+    assert "exact=True" in text and "drift='ignore'" in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backward(stack)  # once is enough
+
+
+def test_raises_if_asked_to():
+    with pytest.raises(rg.DriftError, match=r"(?s)update \d+ of 96 \(blocks\.\d+.*rebuilt stream 'x\d' is off by .*exact=True"):
+        backward(shaky(drift="raise"))
+    assert issubclass(rg.DriftError, rg.RecomputeError)
+
+
+def test_or_neither():
+    backward(shaky(drift="ignore"))
+
+
+def test_the_first_update_in_walking_order_is_named():
+    """The one nearest to the end whose state is off: later in backward means earlier in the network, and worse."""
+    with pytest.raises(rg.DriftError) as error:
+        backward(shaky(drift="raise"))
+    assert int(str(error.value).split()[1]) > 0
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32", "bfloat16-autocast", "bfloat16", "float16"])
+def test_healthy_networks_are_left_in_peace(kind):
+    """64 blocks of a transformer, in every precision, with streams as wide as they are by default."""
+    stack, x = transformer(64, drift="raise"), torch.randn(2, 8, 16)
+    context = contextlib.nullcontext()
+    if kind == "bfloat16-autocast":
+        context = torch.autocast("cpu", torch.bfloat16)
+    else:
+        stack, x = stack.to(getattr(torch, kind)), x.to(getattr(torch, kind))
+    with context:
+        y = stack(x)
+    assert y.dtype == x.dtype
+    y.float().square().mean().backward()
+
+
+def test_narrow_streams_are_not():
+    stack, x = transformer(192, drift="raise", stream_dtype=torch.bfloat16).bfloat16(), torch.randn(2, 8, 16).bfloat16()
+    with pytest.raises(rg.RecomputeError):
+        backward(stack, x)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_streams_are_float32_by_default(narrow, monkeypatch):
+    seen = []
+    begin = Walk.begin_at
+    monkeypatch.setattr(Walk, "begin_at", lambda self, state: (seen.append(state["x1"][0].dtype), begin(self, state))[1])
+    for options in ({}, {"stream_dtype": narrow}, {"stream_dtype": torch.float64}):
+        transformer(2, **options).to(narrow)(torch.randn(1, 4, 16, dtype=narrow))
+    assert seen == [torch.float32, narrow, torch.float64]
+
+
+def test_wide_streams_make_narrow_gradients_right():
+    """bfloat16 parameters: rebuilt against kept, the gradients differ by a few roundings, not by their size."""
+    x = torch.randn(2, 8, 16, dtype=torch.bfloat16)
+
+    def gradients(memory, **options):
+        stack = transformer(48, memory=memory, drift="ignore", **options).bfloat16()
+        backward(stack, x)
+        return torch.cat([p.grad.float().flatten() for p in stack.blocks[0].parameters()])
+
+    expected = gradients(rg.Keep())
+    wide = (gradients(rg.Reverse()) - expected).norm() / expected.norm()
+    expected = gradients(rg.Keep(), stream_dtype=torch.bfloat16)
+    narrow = (gradients(rg.Reverse(), stream_dtype=torch.bfloat16) - expected).norm() / expected.norm()
+    assert wide < 0.01 < narrow
+
+
+def test_the_guard_sees_little_and_costs_little():
+    """Sixteen elements at eight places, whatever the depth and size."""
+    stack = transformer(100)
+    y = stack(torch.randn(2, 64, 16))
+    assert len(range(0, 200, 25)) == waypoints.PLACES
+    del y
+    sampled = waypoints.sample(torch.randn(64, 64))
+    assert sampled.numel() == 16 and sampled.untyped_storage().nbytes() == 16 * 4
+
+
+def test_samples_are_the_same_whatever_the_strides():
+    x = torch.randn(6, 10, 4)
+    assert torch.equal(waypoints.sample(x), waypoints.sample(x.transpose(0, 2).contiguous().transpose(0, 2)))
