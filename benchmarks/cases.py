@@ -35,9 +35,10 @@ SIZES = {
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool = False) -> None:
         super().__init__()
         self.heads = heads
+        self.causal = causal
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -45,7 +46,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, n, d = x.shape
         q, k, v = self.qkv(self.norm(x)).view(b, n, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(q, k, v)  # b, heads, n, d / heads
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)  # b, heads, n, d / heads
         return self.out(y.transpose(1, 2).reshape(b, n, d))
 
 
@@ -107,6 +108,7 @@ CONTESTANTS: dict[str, Callable[[list[tuple[nn.Module, nn.Module]]], nn.Module]]
     "plain": Plain,
     "checkpoint": lambda blocks: Plain(blocks, checkpoint),
     "retrograd": lambda blocks: rg.ReversibleSequence(blocks, streams=rg.Split()),
+    "retrograd, exact": lambda blocks: rg.ReversibleSequence(blocks, streams=rg.Split(), exact=True),
     "reformer-pytorch": _reformer,
     "revtorch": _revtorch,
     "revlib": _revlib,

@@ -54,7 +54,7 @@ def run(kind: Kind, depth: int, width: int, memory: Any, seed: int) -> tuple[Ten
     with torch.autocast("cpu", BF16) if kind.autocast else contextlib.nullcontext():
         y = stack(x)
     y.float().square().mean().backward()
-    return seen[0], seen[-1], torch.cat([p.grad.float().flatten() for p in stack.blocks[0].parameters()])
+    return seen[0], seen[-1], torch.cat([p.grad.float().flatten() for p in stack.blocks[0].parameters() if p.grad is not None])
 
 
 def measure(depth: int, width: int) -> list[dict[str, Any]]:

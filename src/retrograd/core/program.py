@@ -51,14 +51,15 @@ class Run:
         self.dtypes = self.given  # in which functions read; others within a block whose hooks cast
         self.casts: State = {}  # and what such hooks made of the streams
         self.grid = precision.grid
-        self.peaks: list[tuple[str, int | None, Tensor]] = []  # with a grid: the largest value of each stream after each update
+        # With a grid: stream, update, dtype, least and largest value after it.
+        self.ranges: list[tuple[str, int | None, torch.dtype, Tensor, Tensor]] = []
         for name, value in streams.items():
             leaves, self.specs[name] = flatten_stream(value, name)
             self.state[name] = wide = tuple([precision.stream(dense(leaf)) for leaf in leaves])
             dtypes = [leaf.dtype for leaf in leaves]
             self.given[name] = None if dtypes == [leaf.dtype for leaf in wide] else dtypes
             if self.grid is not None:
-                self.note_peaks(name, None)
+                self.note_range(name, None)
         self.keywords = keywords
         self.program = program
         self.index = 0  # of the next update
@@ -73,11 +74,11 @@ class Run:
             return unflatten(self.casts[name], self.specs[name])
         return read(self.state[name], self.specs[name], self.dtypes[name])
 
-    def note_peaks(self, name: str, index: int | None) -> None:
-        """Remember how large a stream is after update `index`. Looked at in the end, so that a device is waited for only once."""
+    def note_range(self, name: str, index: int | None) -> None:
+        """Remember what a stream holds after update `index`. Looked at in the end, so that a device is waited for only once."""
         for leaf in self.state[name]:
             if (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel():
-                self.peaks.append((name, index, torch.linalg.vector_norm(leaf.detach(), float("inf"))))
+                self.ranges.append((name, index, leaf.dtype.to_real(), *range_of(leaf)))
 
     def begin_block(self, state: State) -> None:
         """Go on from what a block was called with, after the hooks on it ran.
@@ -117,7 +118,7 @@ class Run:
         self.state[step.target] = updated
         self.casts.pop(step.target, None)
         if self.grid is not None:
-            self.note_peaks(step.target, self.index)
+            self.note_range(step.target, self.index)
         self.aux += aux
         self.index += 1
 
@@ -131,24 +132,20 @@ class Run:
         state[step.target] = tuple([step.coupling.inverse(y, *out) for y, out in zip(target, parts)])
         self.casts.pop(step.target, None)
         if self.grid is not None:
-            self.note_peaks(step.target, self.index)
+            self.note_range(step.target, self.index)
 
     def finish(self) -> None:
         """Called after the last update, before anyone else sees the streams. Raises if a value left the grid's range."""
-        if (
-            self.grid is None
-            or not self.peaks
-            or self.peaks[0][2].is_meta
-            or are_transforms_active()
-            or torch.compiler.is_compiling()
-        ):
+        ranges, self.ranges = self.ranges, []
+        if not ranges or ranges[0][3].is_meta or are_transforms_active() or torch.compiler.is_compiling():
             return
-        device = self.peaks[0][2].device
-        values = torch.stack([peak.to(device, torch.float64) for *_, peak in self.peaks]).tolist()
-        for (name, index, peak), value in zip(self.peaks, values):
-            if not value < self.grid.limit(peak.dtype):
+        device = ranges[0][3].device
+        ends = torch.stack([end.to(device) for *_, low, high in ranges for end in (-low, high)]).tolist()
+        for (name, index, dtype, *_), low, high in zip(ranges, ends[::2], ends[1::2]):
+            limit = self.grid.limit(dtype)  # type: ignore[union-attr]
+            if not (largest := max(low, high)) < limit:
                 where = "the input:" if index is None else f"{place(self.program, index)}:"
-                raise errors.out_of_range(where, name, value, self.grid.limit(peak.dtype), self.grid.bits_of(peak.dtype))
+                raise errors.out_of_range(where, name, largest, limit, self.grid.bits_of(dtype))  # type: ignore[union-attr]
 
     def blame(self, error: Exception, leaves: Leaves) -> None:
         """Say in which update a function failed: a note on its own error, or ours if torch refused to edit a leaf in place."""
@@ -168,6 +165,12 @@ class Run:
 def place(program: Program, index: int) -> str:
     """Where an error is: `update 7 of 48 (blocks.3.g)`."""
     return f"update {index} of {len(program)} ({program[index].name})"
+
+
+def range_of(leaf: Tensor) -> tuple[Tensor, Tensor]:
+    """Its least and its largest element; of the local part, if it is sharded. NaN if there is one."""
+    leaf = leaf.detach() if type(leaf) is Tensor else getattr(leaf.detach(), "to_local", leaf.detach)()
+    return torch.aminmax(torch.view_as_real(leaf) if leaf.is_complex() else leaf)
 
 
 def is_cast(after: Tensor, before: Tensor) -> bool:

@@ -128,7 +128,7 @@ class Tape(Run):
         if self.casts:
             self.casts.pop(step.target, None)
         if self.grid is not None:
-            self.note_peaks(step.target, index)
+            self.note_range(step.target, index)
         if aux:
             self.aux += aux
         self.index += 1
