@@ -107,6 +107,99 @@ def test_wide_streams_make_narrow_gradients_right():
     assert wide < 0.01 < narrow
 
 
+class Scaled(nn.Module):
+    """bfloat16 inside, float32 outside: a scale that autocast leaves alone."""
+
+    def __init__(self, fn, width):
+        super().__init__()
+        self.fn, self.scale = fn, nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return self.fn(x) * self.scale
+
+
+@pytest.mark.parametrize("depth", [12, 64])
+def test_what_functions_compute_in_counts_not_what_they_return(depth):
+    torch.manual_seed(0)
+    blocks = [(Scaled(Attention(64, 4), 64), Scaled(FeedForward(64), 64)) for _ in range(depth)]
+    stack = rg.ReversibleSequence(blocks, drift="raise")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = stack(torch.randn(4, 32, 64))
+    assert y.dtype == torch.float32
+    y.square().mean().backward()
+
+
+def test_infinite_values_do_not_blind_it_to_the_others():
+    class Counter(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return torch.where(x.isfinite(), x * self.calls, x)
+
+    stack = rg.ReversibleSequence([(Counter(), Counter()) for _ in range(4)])
+    x = torch.ones(16, requires_grad=True)
+    with torch.no_grad():
+        x[3] = float("inf")
+    with pytest.raises(rg.RecomputeError, match="did not arrive"):
+        stack(x).sum().backward()
+
+
+def test_hooks_that_cast_and_do_something_else_are_refused():
+    stack = rg.ReversibleSequence([(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).bfloat16()) for _ in range(4)])
+
+    def scale(factor):
+        return lambda module, args: ({k: tuple((v * factor).bfloat16() for v in t) for k, t in args[0].items()}, *args[1:])
+
+    handles = [block.register_forward_pre_hook(scale(1.02)) for block in stack.blocks]
+    with pytest.raises(rg.RetrogradError, match="a hook on the block replaced stream 'x1'"):
+        stack(torch.randn(8, 4))
+    for handle, block in zip(handles, stack.blocks):
+        handle.remove()
+        block.register_forward_pre_hook(scale(1.0))
+    backward(stack)
+
+
+def test_leaves_that_are_not_widened_are_left_alone():
+    f = lambda x: {"a": x["a"] * 0 + 1, "b": x["b"]}  # noqa: E731
+    g = lambda x: {"a": x["a"] * 0, "b": x["b"]}  # noqa: E731
+    y = rg.ReversibleSequence([(f, g)])({"a": torch.tensor([2, 3]), "b": torch.ones(2, dtype=torch.bfloat16)})
+    assert y["a"].tolist() == [2.5, 3.5]
+    assert y["b"].dtype == torch.bfloat16
+
+
+def test_streams_without_leaves():
+    net = rg.Reversible([rg.Update("a", lambda b: {}, ("b",)), rg.Update("b", lambda a: torch.ones(2), ("a",))])
+    assert net({"a": {}, "b": torch.ones(2, requires_grad=True)})["b"].tolist() == [2, 2]
+
+
+def test_couplings_of_ones_own_get_one_dtype():
+    class Lerp(rg.Coupling):
+        def forward(self, x, out):
+            return torch.lerp(x, out, 0.25)
+
+        def inverse(self, y, out):
+            return torch.lerp(out, y, 1 / 0.75)
+
+    stack = rg.ReversibleSequence([(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)], coupling=Lerp()).bfloat16()
+    backward(stack, torch.randn(2, 4).bfloat16())
+
+
+def test_an_error_in_a_function_names_what_it_was_given():
+    stack = rg.ReversibleSequence([(nn.Linear(4, 4), nn.Linear(4, 4))])
+    with pytest.raises(RuntimeError) as error:
+        stack(torch.randn(2, 4).bfloat16())
+    assert "which reads x2: bfloat16[2, 4]" in error.value.__notes__[0]
+
+
+def test_subclasses_of_tensor_are_sampled_like_tensors():
+    class Named(torch.Tensor):
+        pass
+
+    x = torch.randn(3, 7)
+    assert torch.equal(waypoints.sample(x.as_subclass(Named)), waypoints.sample(x))
+
+
 def test_the_guard_sees_little_and_costs_little():
     """Sixteen elements at eight places, whatever the depth and size."""
     stack = transformer(100)

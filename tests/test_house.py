@@ -75,7 +75,7 @@ def code_lines(path):
 
 def test_the_core_can_be_read_in_one_sitting():
     apart = ("errors.py", "exact.py", "waypoints.py")  # prose; and two that the engine is readable without
-    assert sum(code_lines(path) for path in CORE if path.name not in apart) < 910
+    assert sum(code_lines(path) for path in CORE if path.name not in apart) < 960
     assert sum(code_lines(path) for path in CORE if path.name in apart[1:]) < 150
 
 

@@ -25,7 +25,45 @@ _ADD = Additive()
 _IDENTITY = nn.Identity()
 
 
-class ReversibleSequence(nn.Module):
+class _Stack(nn.Module):
+    """What both have in common: how exactly they rebuild. May be assigned at any time, like `memory`."""
+
+    precision: Precision
+
+    @property
+    def exact(self) -> Any:
+        return self.precision.exact
+
+    @exact.setter
+    def exact(self, exact: Any) -> None:
+        self._set_precision(Precision(exact, self.drift, self.stream_dtype))
+
+    @property
+    def drift(self) -> str:
+        return self.precision.drift
+
+    @drift.setter
+    def drift(self, drift: str) -> None:
+        self._set_precision(Precision(self.exact, drift, self.stream_dtype))
+
+    @property
+    def stream_dtype(self) -> torch.dtype | None:
+        return self.precision.stream_dtype
+
+    @stream_dtype.setter
+    def stream_dtype(self, stream_dtype: torch.dtype | None) -> None:
+        self._set_precision(Precision(self.exact, self.drift, stream_dtype))
+
+    def _set_precision(self, precision: Precision) -> None:
+        for where, coupling in self._couplings():
+            precision.coupling(coupling, where)  # raises for one that cannot be
+        self.precision = precision
+
+    def _couplings(self) -> Iterable[tuple[str, Any]]:
+        raise NotImplementedError
+
+
+class ReversibleSequence(_Stack):
     """A stack of blocks `(f, g)`, each computing `y1 = x1 + f(x2)`, `y2 = x2 + g(y1)`.
 
     Backward rebuilds each block's input from its output, so activation memory does not grow with depth; a step costs 4/3 of
@@ -40,7 +78,8 @@ class ReversibleSequence(nn.Module):
         route: which keyword argument goes to which function, e.g. `{"mask": "f", "context": "fg"}`, or a list of such dicts,
             one for each block. What it leaves out goes to every function whose signature accepts it.
         exact: True makes gradients bit-identical to those of `memory=Keep()`: streams live on a grid, see `rg.Grid`.
-        drift: what happens when rebuilt streams are further off than their dtype explains: "warn", "raise" or "ignore".
+        drift: what happens when rebuilt streams are further off than their dtype explains: "warn" or "raise". With "ignore",
+            nobody looks, and a function that does something else in recompute may go unnoticed.
         stream_dtype: streams are at least this wide, float32 if not given; functions read them in the input's dtype. With
             `torch.bfloat16`, bfloat16 inputs stay as they are, and drift sixty thousand times as much.
 
@@ -72,9 +111,11 @@ class ReversibleSequence(nn.Module):
         self.memory = _checked_memory(memory)
         self._backstage = Backstage()
         self.coupling = _checked_coupling(coupling)
-        self.precision = Precision(exact, drift, stream_dtype)
-        self.precision.coupling(self.coupling, "coupling")
+        self._set_precision(Precision(exact, drift, stream_dtype))
         self.route = PairRoute(route, len(self.blocks))
+
+    def _couplings(self) -> Iterable[tuple[str, Any]]:
+        return [("coupling", self.coupling)]
 
     def extra_repr(self) -> str:
         return f"streams={self.streams!r}, memory={self.memory!r}, coupling={self.coupling!r}{self.precision}"
@@ -93,12 +134,12 @@ class ReversibleSequence(nn.Module):
         run.finish()
         return _with_aux(joined, run)
 
-    @torch.no_grad()
     def inverse(self, y: Any, /, **kwargs: Any) -> Any:
-        """The input that gave `y`. Needs `streams=Split()`: a merged output has lost its streams (`ValueError`).
+        """The input that gave `y`, detached. Needs `streams=Split()`: a merged output has lost its streams (`ValueError`).
 
-        Runs each function once, without autograd. Functions that draw random numbers or use batch statistics do something
-        else each time; call `eval()` first.
+        Runs each function once. Functions that draw random numbers or use batch statistics do something else each time; call
+        `eval()` first. With `exact`, it is the input to the bit if that was on the grid, and if `y` has the streams' dtype (a
+        narrower input has a narrower output, which has lost bits).
         """
         if not getattr(self.streams, "invertible", False):
             raise ValueError(
@@ -106,12 +147,14 @@ class ReversibleSequence(nn.Module):
                 "streams=rg.Split(), or use rg.Reversible, whose output is its streams."
             )
         program = self._program(kwargs)
-        run = Run(self._open(y, "the output"), kwargs, [step for steps in program for step in steps], self.precision)
-        run.index = len(run.program)
+        with torch.no_grad():
+            run = Run(self._open(y, "the output"), kwargs, [step for steps in program for step in steps], self.precision)
+        run.index, run.origin = len(run.program), "the output"
         for block, steps in zip(reversed(self.blocks), reversed(program)):
             run.end_block(block(dict(run.state), run, steps, undo=True))
         run.finish()
-        return self._close(run)
+        with torch.no_grad():
+            return self._close(run)
 
     def _open(self, value: Any, name: str) -> dict[str, Any]:
         """A value as two streams."""
@@ -227,7 +270,7 @@ class Update(nn.Module):
         return self.fn(*args, **kwargs)
 
 
-class Reversible(nn.Module):
+class Reversible(_Stack):
     """A program of updates over any number of named streams: a dict of streams in, a dict of streams out.
 
     Each update changes one stream, `stream[target] = coupling.forward(stream[target], fn(*reads, **kwargs))`, and backward
@@ -262,11 +305,12 @@ class Reversible(nn.Module):
             if not isinstance(update, Update):
                 raise TypeError(f"updates[{i}] is {update!r:.80}; write rg.Update(target, fn, reads=(...)).")
         self.updates = nn.ModuleList(updates)
-        self.precision = Precision(exact, drift, stream_dtype)
-        for i, update in enumerate(updates):
-            self.precision.coupling(update.coupling, f"updates[{i}]")
+        self._set_precision(Precision(exact, drift, stream_dtype))
         self.memory = _checked_memory(memory)
         self._backstage = Backstage()
+
+    def _couplings(self) -> Iterable[tuple[str, Any]]:
+        return [(f"updates[{i}]", update.coupling) for i, update in enumerate(self.updates)]
 
     def extra_repr(self) -> str:
         return f"memory={self.memory!r}{self.precision}"
@@ -286,12 +330,12 @@ class Reversible(nn.Module):
             _guard(state, program)
         return _with_aux(result, run)
 
-    @torch.no_grad()
     def inverse(self, streams: dict[str, Any], /, **kwargs: Any) -> dict[str, Any]:
-        """The streams that gave these, without autograd. See `ReversibleSequence.inverse` on randomness."""
+        """The streams that gave these, detached. See `ReversibleSequence.inverse` on randomness and exactness."""
         program = self._program(streams, kwargs)
-        run = Run(streams, kwargs, program, self.precision)
-        run.index = len(program)
+        with torch.no_grad():
+            run = Run({name: _detached(value) for name, value in streams.items()}, kwargs, program, self.precision)
+        run.index, run.origin = len(program), "the output"
         for step in reversed(program):
             run.undo(step)
         run.finish()
@@ -321,6 +365,11 @@ class Reversible(nn.Module):
 
 
 # --- what both share
+
+
+def _detached(value: Any) -> Any:
+    leaves, spec = flatten_stream(value, "the output")
+    return unflatten([leaf.detach() for leaf in leaves], spec)
 
 
 def _is_recorded(memory: Any) -> bool:

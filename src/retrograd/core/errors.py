@@ -60,14 +60,18 @@ def misfit(where: str, returned: str, fix: str) -> RetrogradError:
     return explain(OutputError, where, f"returned {returned}.", why, fix)
 
 
-def out_of_range(where: str, stream: str, value: float, limit: float, bits: int) -> RetrogradError:
+def out_of_range(where: str, stream: str, value: float, largest: float, limit: float, bits: int, dtype: str) -> RetrogradError:
+    """`value` is the first beyond the limit, `largest` the largest of the whole call."""
     what = f"stream {stream!r} holds {value:.4g}, and its grid ends at {limit:.4g}."
     why = f"beyond that, sums of multiples of 2**-{bits} are rounded, and undoing an update would not restore every bit."
-    more = max(frexp(value / limit)[1], 1) if isfinite(value) else bits + 1  # powers of two that are missing
-    coarser = (
-        f"exact=rg.Grid(bits={bits - more}), or " if more <= bits else "look for what made it so large; or normalise it, or "
-    )
-    return explain(GridError, where, what, why, f"{coarser}exact=rg.Grid(dtype=torch.float64), whose range is 2,097,152.")
+    fixes = ["look for what made it so large, or normalise the stream"]
+    if isfinite(largest):
+        coarse = bits - frexp(largest / limit)[1]  # as many bits less as powers of two are missing
+        wide = ", dtype=torch.float64" if dtype == "float64" else ""
+        fixes = [f"exact=rg.Grid(bits={coarse}{wide})"] if coarse >= 0 else fixes
+        if dtype == "float32" and largest < 2**21:
+            fixes.append("exact=rg.Grid(dtype=torch.float64), whose range is 2,097,152")
+    return explain(GridError, where, what, why, ", or ".join(fixes) + ".")
 
 
 def drifted(where: str, stream: str, error: float, limit: float) -> RetrogradError:

@@ -24,7 +24,7 @@ from torch import Tensor
 from retrograd.core.updates import Additive
 
 _SIGNIFICAND = {torch.float32: 24, torch.float64: 53}
-_DEFAULT_BITS = {torch.float32: 16, torch.float64: 32}
+_DEFAULT_BITS = {torch.float32: 12, torch.float64: 32}
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Grid:
 
     Args:
         bits: how fine it is. The finer, the smaller the range: values must stay below `2**(24 - bits)` in float32 and below
-            `2**(53 - bits)` in float64. None: 16 in float32 (steps of 1.5e-5, values below 256), 32 in float64 (2.3e-10, 2.1e6).
+            `2**(53 - bits)` in float64. None: 12 in float32 (steps of 2.4e-4, values below 4,096), 32 in float64 (2.3e-10, 2e6).
         dtype: of the streams; None: that of the input, and at least float32. float64 gives a range of millions, at twice the
             bytes of a stream. Functions always get the dtype of the input.
 
     Example:
-        >>> rg.Grid(bits=12).limit(torch.float32)
-        4096.0
+        >>> rg.Grid(bits=16).limit(torch.float32)
+        256.0
     """
 
     bits: int | None = None
@@ -50,21 +50,22 @@ class Grid:
             raise ValueError(f"Grid(dtype={self.dtype}): streams on a grid are torch.float32 or torch.float64.")
         most = _SIGNIFICAND[self.dtype or torch.float32]
         if self.bits is not None and not (type(self.bits) is int and 0 <= self.bits < most):
-            raise ValueError(
-                f"Grid(bits={self.bits!r}): bits is a whole number from 0 to {most - 1}, for instance Grid(bits=16)."
-            )
+            more = "" if self.dtype == torch.float64 else "; with dtype=torch.float64, to 52"
+            raise ValueError(f"Grid(bits={self.bits!r}): bits is a whole number from 0 to {most - 1}{more}. Try Grid(bits=12).")
 
     def bits_of(self, dtype: torch.dtype) -> int:
         return _DEFAULT_BITS[dtype] if self.bits is None else self.bits
 
     def limit(self, dtype: torch.dtype) -> float:
-        """What values must stay below."""
+        """What values of streams in `dtype`, float32 or float64, must stay below."""
+        if dtype not in _SIGNIFICAND:
+            raise ValueError(f"limit({dtype}): streams on a grid are torch.float32 or torch.float64.")
         return 2.0 ** (_SIGNIFICAND[dtype] - self.bits_of(dtype))
 
     def round(self, out: Tensor, dtype: torch.dtype) -> Tensor:
         """`out` in `dtype`, on the grid. With the gradient of the identity."""
         if dtype.is_complex:
-            return torch.view_as_complex(self.round(torch.view_as_real(out.to(dtype)), dtype.to_real()))
+            return torch.view_as_complex(self.round(torch.view_as_real(out.to(dtype).resolve_conj()), dtype.to_real()))
         if not dtype.is_floating_point:
             return out  # whole numbers add exactly as they are
         return _Round.apply(out.to(dtype), 2.0 ** self.bits_of(dtype))  # type: ignore[return-value]
@@ -114,15 +115,18 @@ class Precision:
             raise TypeError(f"exact={exact!r}: pass True, False or rg.Grid(bits=..., dtype=...).")
         if drift not in ("warn", "raise", "ignore"):
             raise ValueError(f'drift={drift!r}: choose "warn", "raise" or "ignore".')
-        if stream_dtype is not None and not (isinstance(stream_dtype, torch.dtype) and stream_dtype.is_floating_point):
+        if stream_dtype is not None and stream_dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             raise TypeError(f"stream_dtype={stream_dtype!r}: pass a floating-point dtype, such as torch.float32.")
+        self.exact, self.stream_dtype = exact, stream_dtype  # as given
         self.grid = Grid() if exact is True else exact or None
         self.drift = drift
         self.width = stream_dtype or torch.float32
         if self.grid is None:
             return
-        if self.width not in _SIGNIFICAND:
-            raise ValueError(f"stream_dtype={stream_dtype} with exact={exact!r}: streams on a grid are float32 or float64.")
+        if self.width not in _SIGNIFICAND or (stream_dtype and self.grid.dtype not in (None, stream_dtype)):
+            raise ValueError(
+                f"stream_dtype={stream_dtype} with exact={exact!r}: streams on a grid are float32 or float64, not both."
+            )
         self.on_grid = OnGrid(self.grid)
         self.width = self.grid.dtype or self.width
 
@@ -148,4 +152,5 @@ class Precision:
         if not (leaf.is_floating_point() or leaf.is_complex()):
             return leaf
         dtype = torch.promote_types(leaf.dtype, self.width)
-        return leaf.to(dtype) if self.grid is None else self.grid.round(leaf, dtype)
+        # Plus zero: -0.0 would come back as 0.0, and a function may tell them apart. No update makes another one.
+        return leaf.to(dtype) if self.grid is None else self.grid.round(leaf, dtype) + 0.0

@@ -15,11 +15,11 @@ from torch import Tensor
 from retrograd.core import errors
 from retrograd.core.exact import Precision
 from retrograd.core.private import are_transforms_active
-from retrograd.core.streams import Leaves, Spec, dense, describe, flatten_like, flatten_stream, unflatten
-from retrograd.core.updates import Coupling, WithAux
+from retrograd.core.streams import Leaves, Spec, dense, describe, flatten, flatten_like, flatten_stream, unflatten
+from retrograd.core.updates import TRUSTED, Coupling, WithAux
 
 Parts = list[tuple[Tensor, ...]]  # for each leaf of the target, what the coupling gets besides it
-Dtypes = list[torch.dtype] | None  # in which a stream's leaves are read; None: in their own
+Dtypes = list["torch.dtype | None"] | None  # in which a stream's leaves are read; None: in their own
 State = dict[str, tuple[Tensor, ...]]  # each stream's leaves; tuples, so that they change only by being replaced
 
 
@@ -48,16 +48,22 @@ class Run:
         self.state: State = {}
         self.specs: dict[str, Spec] = {}
         self.given: dict[str, Dtypes] = {}  # by the caller
-        self.dtypes = self.given  # in which functions read; others within a block whose hooks cast
+        self.dtypes: dict[str, Dtypes] = self.given  # in which functions read; others within a block whose hooks cast
         self.casts: State = {}  # and what such hooks made of the streams
         self.grid = precision.grid
         # With a grid: stream, update, dtype, least and largest value after it.
         self.ranges: list[tuple[str, int | None, torch.dtype, Tensor, Tensor]] = []
+        self.origin = "the input"
+        targets = {step.target for step in program}
         for name, value in streams.items():
             leaves, self.specs[name] = flatten_stream(value, name)
-            self.state[name] = wide = tuple([precision.stream(dense(leaf)) for leaf in leaves])
-            dtypes = [leaf.dtype for leaf in leaves]
-            self.given[name] = None if dtypes == [leaf.dtype for leaf in wide] else dtypes
+            self.state[name] = wide = tuple(map(dense, leaves))
+            if name not in targets:  # it is only read: nothing will be rebuilt of it
+                self.given[name] = None
+                continue
+            self.state[name] = wide = tuple(map(precision.stream, wide))
+            dtypes = [leaf.dtype if leaf.dtype != stream.dtype else None for leaf, stream in zip(leaves, wide)]
+            self.given[name] = dtypes if any(dtypes) else None
             if self.grid is not None:
                 self.note_range(name, None)
         self.keywords = keywords
@@ -89,7 +95,8 @@ class Run:
         casts = {n: ts for n, ts in state.items() if ts is not self.state[n] and any(map(is_cast, ts, self.state[n]))}
         if casts:
             state = {name: self.state[name] if name in casts else leaves for name, leaves in state.items()}
-            self.casts, self.dtypes = casts, self.given | {name: [t.dtype for t in leaves] for name, leaves in casts.items()}
+            self.casts = casts
+            self.dtypes = {**self.given, **{name: [t.dtype for t in leaves] for name, leaves in casts.items()}}
         self.resume(state)
 
     def end_block(self, state: State) -> None:
@@ -122,14 +129,18 @@ class Run:
         self.aux += aux
         self.index += 1
 
-    @torch.no_grad()
     def undo(self, step: Step) -> None:
-        """Take the last update back, without autograd."""
+        """Take the last update back.
+
+        The function runs with or without gradients, as its caller does, because modules choose their kernels by that, and another
+        kernel rounds otherwise. Its graph is dropped at once.
+        """
         self.index -= 1
         state, target = self.state, self.state[step.target]
         reads = [self.read(name) for name in step.reads]
         parts, _ = fit(call(step, reads, self.keywords), self.program, self.index, target, self.specs[step.target])
-        state[step.target] = tuple([step.coupling.inverse(y, *out) for y, out in zip(target, parts)])
+        with torch.no_grad():
+            state[step.target] = tuple([step.coupling.inverse(y, *out) for y, out in zip(target, parts)])
         self.casts.pop(step.target, None)
         if self.grid is not None:
             self.note_range(step.target, self.index)
@@ -137,22 +148,27 @@ class Run:
     def finish(self) -> None:
         """Called after the last update, before anyone else sees the streams. Raises if a value left the grid's range."""
         ranges, self.ranges = self.ranges, []
-        if not ranges or ranges[0][3].is_meta or are_transforms_active() or torch.compiler.is_compiling():
+        # Where a graph is traced or transformed there are no values to look at. Nothing is rebuilt there either.
+        ranges = [r for r in ranges if type(r[-1]) is Tensor and not r[-1].is_meta]
+        if not ranges or are_transforms_active() or torch.compiler.is_compiling():
             return
-        device = ranges[0][3].device
-        ends = torch.stack([end.to(device) for *_, low, high in ranges for end in (-low, high)]).tolist()
-        for (name, index, dtype, *_), low, high in zip(ranges, ends[::2], ends[1::2]):
+        device = ranges[0][-1].device
+        ends = torch.stack([end.to(device) for *_, low, high in ranges for end in (low, high)]).tolist()
+        values = [max(pair, key=abs) for pair in zip(ends[::2], ends[1::2])]
+        for (name, index, dtype, *_), value in zip(ranges, values):
             limit = self.grid.limit(dtype)  # type: ignore[union-attr]
-            if not (largest := max(low, high)) < limit:
-                where = "the input:" if index is None else f"{place(self.program, index)}:"
-                raise errors.out_of_range(where, name, largest, limit, self.grid.bits_of(dtype))  # type: ignore[union-attr]
+            if not abs(value) < limit:
+                where = f"{self.origin}:" if index is None else f"{place(self.program, index)}:"
+                largest = max(abs(v) for v, (_, _, other, *_) in zip(values, ranges) if other == dtype)
+                bits = self.grid.bits_of(dtype)  # type: ignore[union-attr]
+                raise errors.out_of_range(where, name, value, largest, limit, bits, str(dtype).removeprefix("torch."))
 
     def blame(self, error: Exception, leaves: Leaves) -> None:
         """Say in which update a function failed: a note on its own error, or ours if torch refused to edit a leaf in place."""
         for leaf in leaves:
             if "leaf Variable that requires grad" in str(error) and leaf.is_leaf and leaf.requires_grad:
                 raise self.edited_input([leaf], [-1]) from error
-        reads = [(name, self.state[name]) for name in self.program[self.index].reads]
+        reads = [(name, flatten(self.read(name))[0]) for name in self.program[self.index].reads]
         errors.note(error, place(self.program, self.index), reads)
 
     def edited_input(self, leaves: Leaves, versions: list[int]) -> errors.RetrogradError:
@@ -170,7 +186,7 @@ def place(program: Program, index: int) -> str:
 def range_of(leaf: Tensor) -> tuple[Tensor, Tensor]:
     """Its least and its largest element; of the local part, if it is sharded. NaN if there is one."""
     leaf = leaf.detach() if type(leaf) is Tensor else getattr(leaf.detach(), "to_local", leaf.detach)()
-    return torch.aminmax(torch.view_as_real(leaf) if leaf.is_complex() else leaf)
+    return torch.aminmax(torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf)
 
 
 def is_cast(after: Tensor, before: Tensor) -> bool:
@@ -180,7 +196,7 @@ def is_cast(after: Tensor, before: Tensor) -> bool:
 def read(leaves: Leaves, spec: Spec, dtypes: Dtypes) -> Any:
     """A stream as functions and callers see it."""
     if dtypes is not None:
-        leaves = [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes)]
+        leaves = [leaf if dtype is None else leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes)]
     return leaves[0] if spec is None else unflatten(leaves, spec)
 
 
@@ -229,4 +245,5 @@ def _fitting(output: Any, program: Program, index: int, target: Leaves, spec: Sp
             fix = f"return shape {list(x.shape)} and {str(x.dtype).removeprefix('torch.')} or a narrower dtype"
             fix += "." if narrow else f"; or start from a wider stream, such as x.to({out.dtype})."
             raise errors.misfit(place(program, index), f"{describe(out)}; {stream} is {describe(x)}", fix)
-    return leaves
+    # A coupling of ours adds what is narrower; a user's own need not know that there is such a thing.
+    return leaves if isinstance(program[index].coupling, TRUSTED) else [out.to(x.dtype) for x, out in zip(target, leaves)]

@@ -116,6 +116,7 @@ class Structure:
             slots = [slot for m in cast.modules for slot in (m._parameters, m._modules)]
             self.slots += slots
             self.held += [value for slot in slots for value in slot.values()]
+        self.dtypes = {parameter.dtype for parameter in self.parameters}
         self.sizes = [len(slot) for slot in self.slots]
         self.buffers = [m._buffers for m in self.modules]
 
@@ -131,6 +132,7 @@ class Backstage:
     structure: Structure | None = None
     program: Any = None  # the last one without keyword arguments
     warned = False  # of drift; once is enough
+    trusts_casts = False  # whether hooks that cast a block's streams were seen to do nothing else
     program_of: Any = ()  # what it was made of
 
     def __reduce__(self) -> Any:

@@ -11,6 +11,7 @@ The last updates are *kept* (see `memory`): they run as plain autograd, and the 
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from typing import Any
 
@@ -28,6 +29,8 @@ from retrograd.core.updates import TRUSTED
 from retrograd.core.walk import Arguments, Frame, Record, Walk, meta
 from retrograd.core.waypoints import Waypoints
 
+stride_of = operator.methodcaller("stride")
+
 
 class Tape(Run):
     """A `Run` that autograd can walk back."""
@@ -43,6 +46,7 @@ class Tape(Run):
     ) -> None:
         super().__init__(streams, keywords, program, precision)
         self.plan = plan
+        self.backstage = backstage
         self.sample = plan.sample
         self.sample_bytes: list[int] = []
         self.sealed = False  # from here on updates are kept: plain autograd
@@ -54,7 +58,26 @@ class Tape(Run):
         functions = [(s.fn, *given) if isinstance(s.coupling, TRUSTED) else (s.fn, s.coupling, *given) for s in program]
         self.scene = Scene(backstage.get(functions), leaves, arguments.leaves)
         self.waypoints = Waypoints(program, precision, backstage)
+        # What functions compute in, whatever they return.
+        for dtype in (
+            *self.scene.structure.dtypes,
+            *(autocast[0] for autocast in self.scene.autocast if autocast),
+            *(dtype for dtypes in self.given.values() for dtype in dtypes or ()),
+        ):
+            self.waypoints.saw(dtype)
         self.walk = Walk(program, self.specs, self.scene, arguments, self.waypoints)
+
+    def begin_block(self, state: State) -> None:
+        super().begin_block(state)
+        if self.casts and not self.backstage.trusts_casts:
+            for name, leaves in self.casts.items():
+                for after, before in zip(leaves, self.state[name]):
+                    if not torch.equal(after.detach(), before.detach().to(after.dtype)):
+                        where = f"before update {self.index} of {len(self.program)},"
+                        raise errors.replaced_stream(where, name, describe(before), f"another {describe(after)}")
+            self.backstage.trusts_casts = (
+                True  # a hook does what it did the first time; to look each time would wait for a device
+            )
 
     def resume(self, state: State) -> None:
         for name, leaves in state.items():
@@ -92,8 +115,6 @@ class Tape(Run):
         try:
             parts, aux = fit(call(step, reads, self.keywords), self.program, index, target, specs[step.target])
             record.by_fn = len(frame.store)  # type: ignore[arg-type]
-            if parts[0][0].dtype != target[0].dtype:
-                self.waypoints.saw(parts[0][0].dtype)
             updated = couple(step, target, parts)
         except Exception as error:
             self.blame(error, leaves)
@@ -107,6 +128,12 @@ class Tape(Run):
         if self.untried and id(step.coupling) in self.untried:
             self.untried.remove(id(step.coupling))
             self.try_coupling(step, parts, updated)
+        strides = list(map(stride_of, target))
+        record.strides = None if strides == list(map(stride_of, updated)) else strides
+        for x, outs in zip(target, parts):
+            for out in outs:
+                if out.dtype != x.dtype:
+                    self.waypoints.saw(out.dtype)
         record.saved = list(map(meta, saved))
         if record.saved == cast.saved:  # nearly always: then one list serves every call
             record.saved = cast.saved

@@ -38,7 +38,7 @@ meta = operator.attrgetter("shape", "dtype")
 class Record:
     """What is remembered of one update: enough to run it again the same way, and to see whether it did."""
 
-    __slots__ = ("buffers", "by_fn", "dtypes", "kept", "needs_grad", "random", "saved", "versions")
+    __slots__ = ("buffers", "by_fn", "dtypes", "kept", "needs_grad", "random", "saved", "strides", "versions")
 
     needs_grad: list[bool]  # of the target's leaves and then of each read's: [Note: why reads keep requires_grad]
     dtypes: dict[str, Dtypes]  # in which it read the streams
@@ -46,6 +46,7 @@ class Record:
     buffers: Buffers  # what it saw of them
     versions: list[int]  # of its parameters
     saved: list[Meta]  # shape and dtype of each tensor that autograd saved
+    strides: list[tuple[int, ...]] | None  # of the target's leaves before it, if the update changed them
     by_fn: int  # how many of them the function saved; the coupling saved the rest
     kept: Parts | None  # its output, where it cannot run again: [Note: constant buffers]
 
@@ -283,6 +284,9 @@ class Walk:
         try:
             for y, out in zip(self.state[step.target], parts):
                 rebuilt.append((in_place if is_unshared(y) else coupling.inverse)(y, *out))
+            strides = self.records[index].strides
+            if strides is not None:
+                rebuilt = [laid_out(x, stride) for x, stride in zip(rebuilt, strides)]
         finally:
             set_grad_mode(gradients)
         self.state[step.target], self.at = tuple(rebuilt), index
@@ -300,8 +304,17 @@ def leaf_views(leaves: Leaves, needs_grad: list[bool], at: int) -> list[Tensor]:
     views = []
     for i, tensor in enumerate(leaves, at):
         leaf = tensor.detach()
-        views.append(leaf.requires_grad_().view_as(leaf) if needs_grad[i] else leaf)
+        views.append(
+            leaf.requires_grad_()[...] if needs_grad[i] else leaf
+        )  # `view_as` may change strides of dimensions of size 1
     return views
+
+
+def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The tensor with these strides: kernels choose by them how to compute, and so how to round."""
+    if tensor.stride() == strides or type(tensor) is not Tensor:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def is_unshared(tensor: Tensor) -> bool:

@@ -15,6 +15,8 @@ On an exact stack nothing is rounded, and any difference raises.
 from __future__ import annotations
 
 import warnings
+from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,12 +41,12 @@ class Waypoints:
         self.at = range(0, len(program) if self.exact or self.drift != "ignore" else 0, stride)
         self.seen: dict[int, State] = {}
         self.end: State = {}
-        self.narrow = 0.0  # the largest epsilon of what functions returned, where narrower than their stream
+        self.narrow = 0.0  # the largest epsilon of what functions compute in
         self.found: list[tuple[int, str, Tensor]] = []  # by place and stream: rows of now, then and the end
 
-    def saw(self, dtype: torch.dtype) -> None:
-        """A function returned something narrower than its stream."""
-        if dtype.is_floating_point:
+    def saw(self, dtype: torch.dtype | None) -> None:
+        """A function computes in this dtype, or returned it."""
+        if dtype is not None and dtype.is_floating_point:
             self.narrow = max(self.narrow, torch.finfo(dtype).eps)
 
     def note(self, index: int, state: State) -> None:
@@ -71,7 +73,9 @@ class Waypoints:
 
     def judge(self, index: int, stream: str, rows: Tensor) -> None:
         now, then, end = rows.tolist()
-        error, scale = max(abs(a - b) for a, b in zip(now, then)), max(map(abs, then + end))
+        # What became infinite in forward cannot be undone; plain autograd has no use for it either.
+        error = max((abs(a - b) for a, b in zip(now, then) if isfinite(a - b)), default=0.0)
+        scale = max((abs(value) for value in then + end if isfinite(value)), default=0.0)
         where, epsilon = place(self.program, index), max(self.narrow, torch.finfo(rows.dtype).eps)
         expected = min(epsilon**0.5, 0.03)
         if self.exact:
@@ -93,8 +97,9 @@ def samples(state: State) -> State:
 
 def sample(leaf: Tensor) -> Tensor:
     """Sixteen elements of a tensor, or all of a smaller one, without copying the rest. The same ones whatever its strides."""
-    if type(leaf) is not Tensor:  # a sharded one, say: its first row
-        return leaf[(0,) * (leaf.ndim - 1)][:16].clone()
+    if type(leaf) is not Tensor:  # of a sharded one, the part that is here
+        local: Any = leaf
+        leaf = local.to_local() if hasattr(local, "to_local") else leaf.as_subclass(Tensor)
     count, step = min(leaf.numel(), 16), max(leaf.numel() // 16, 1)
     if leaf.is_contiguous():
         return leaf.as_strided((count,), (step,)).clone()
