@@ -14,15 +14,12 @@ import platform
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from benchmarks.cases import SIZES, Size, contestants
-from retrograd.measure import activation_bytes
+from retrograd.measure import Flops, activation_bytes
 
 
 def example(size: Size) -> Tensor:
@@ -39,18 +36,6 @@ def seconds(network: nn.Module, x: Tensor) -> float:
     start = time.perf_counter()
     step(network, x)
     return time.perf_counter() - start
-
-
-class Flops(TorchDispatchMode):
-    """torch's own formulas, without `FlopCounterMode`'s module hooks, which several peers cannot stand."""
-
-    total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func._overloadpacket in flop_registry:
-            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
-        return result
 
 
 def flops(network: nn.Module, x: Tensor) -> int:

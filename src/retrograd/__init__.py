@@ -12,12 +12,14 @@ from retrograd.core.updates import WithAux as WithAux
 from retrograd.core.updates import Coupling as Coupling, Additive as Additive, Affine as Affine, Momentum as Momentum
 
 # what is kept and what is rebuilt
-from retrograd.core.memory import Reverse as Reverse, Keep as Keep
+from retrograd.core.memory import Reverse as Reverse, Keep as Keep, Anchor as Anchor
+from retrograd.budget import Budget as Budget, BudgetError as BudgetError, StepPlan as StepPlan
 
 # how exactly
 from retrograd.core.exact import Grid as Grid
 
 # inside a function
+from retrograd.chunked import Chunked as Chunked
 from retrograd.core.replay import is_recomputing as is_recomputing
 
 # what can go wrong
@@ -34,5 +36,8 @@ from retrograd.core.errors import (
 
 # the systems that it grew out of, with their own names (after everything that they use)
 from retrograd import compat as compat
+
+# counting bytes, FLOPs and calls
+from retrograd import measure as measure
 
 __version__ = "0.1.0"

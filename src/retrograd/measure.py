@@ -1,19 +1,30 @@
-"""Counting bytes of live tensors, exactly, on any device.
+"""What a step really takes: bytes, FLOPs, and how often each function runs. For users who want to verify.
 
-A dispatch mode sees every tensor that an operation makes, and a weak reference to its storage tells when the memory goes. So
-the count is of tensors, not of the process: repeatable to the byte, whatever the allocator does. Scratch memory inside a
-kernel is not seen.
+    >>> stack = rg.ReversibleSequence([(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(4)])
+    >>> measured = rg.measure.step(lambda: stack(torch.randn(2, 8)).sum().backward(), stack)
+    >>> measured.evaluations["blocks.0.f"], measured.evaluations["blocks.3.g"]
+    (2, 1)
+
+Bytes are counted by a dispatch mode that sees every tensor that an operation makes, and a weak reference to its storage tells
+when the memory goes. So the count is of tensors, not of the process: repeatable to the byte, whatever the allocator does. Scratch
+memory inside a kernel is not seen; on an accelerator, `allocated` has what its allocator says.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
 
 from retrograd.core.private import DispatchMode
+from retrograd.core.replay import is_recomputing
 from retrograd.core.streams import flatten
 
 
@@ -79,3 +90,94 @@ def activation_bytes(step: Callable[[], Any], leaves: Iterable[Tensor]) -> int:
     with LiveBytes() as live:
         step()
     return live.peak - sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
+
+
+class Flops(DispatchMode):
+    """While active, adds up the FLOPs of what runs inside, by torch's own formulas: `total`.
+
+    As `torch.utils.flop_counter.FlopCounterMode`, without its hooks on modules, which not every module can stand.
+    """
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+@dataclass
+class Measurement:
+    """What `step` found."""
+
+    activation_bytes: int = 0  # the most alive at once, less the gradients of the module's parameters
+    flops: int = 0
+    evaluations: dict[str, int] = field(default_factory=dict)  # how often each function of a stack ran, forward and recompute
+    kept: dict[str, int] = field(default_factory=dict)  # bytes that forward left behind for each of them
+    allocated: int | None = None  # the same as activation_bytes, by the accelerator's allocator
+
+
+def step(run: Callable[[], Any], module: nn.Module) -> Measurement:
+    """Measure `run()`, a forward and a backward of `module`: bytes and FLOPs, calls of the functions in its stacks.
+
+    Runs it twice: once for bytes and calls, once for FLOPs, each time with gradients that were set to None before. Random states
+    and buffers go on as in two steps.
+    """
+    measured = Measurement()
+    gradients = lambda: sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)  # noqa: E731
+    module.zero_grad(set_to_none=True)
+    device = next((p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")), None)
+    before = 0
+    if device is not None:
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
+    entered: list[tuple[str, int]] = []
+    with LiveBytes() as live, _watched(module, live, entered, measured.evaluations):
+        run()
+    measured.activation_bytes = live.peak - gradients()
+    if device is not None:
+        measured.allocated = torch.accelerator.max_memory_allocated(device) - before - gradients()
+    for (name, now), (_, later) in itertools.pairwise(entered):
+        measured.kept[name] = measured.kept.get(name, 0) + later - now
+    module.zero_grad(set_to_none=True)
+    with Flops() as flops:
+        run()
+    measured.flops = flops.total
+    return measured
+
+
+@contextmanager
+def _watched(module: nn.Module, live: LiveBytes, entered: list[tuple[str, int]], evaluations: dict[str, int]) -> Iterator[None]:
+    """Count the calls of the functions of each stack, and note the live bytes at each entry in forward."""
+
+    def watch(name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            evaluations[name] = evaluations.get(name, 0) + 1
+            if not is_recomputing():
+                entered.append((name, live.now))
+
+        return enter
+
+    with ExitStack() as stack:
+        for path, part in module.named_modules():
+            if type(part).__name__ in ("Block", "Update") and type(part).__module__ == "retrograd.sequence":
+                for name in ("f", "g", "fn"):
+                    fn = getattr(part, name, None)
+                    where = f"{path}.{name}".removesuffix(".fn").lstrip(".")
+                    if isinstance(fn, nn.Module):
+                        handle = fn.register_forward_pre_hook(watch(where))
+                        stack.callback(handle.remove)
+                    elif fn is not None:
+                        stack.callback(setattr, part, name, fn)
+                        setattr(part, name, _counting(fn, watch(where)))
+        yield
+
+
+def _counting(fn: Callable[..., Any], enter: Callable[..., None]) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        enter()
+        return fn(*args, **kwargs)
+
+    return counted

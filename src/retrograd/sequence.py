@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from retrograd.budget import Budget, Profile, StepPlan, forecast
 from retrograd.core import errors
 from retrograd.core.exact import Precision
-from retrograd.core.memory import Keep, Reverse
+from retrograd.core.memory import Keep, Plan, Reverse
 from retrograd.core.private import are_transforms_active, without_compiler
 from retrograd.core.program import Run, State, Step, place, read
 from retrograd.core.replay import Backstage
@@ -29,6 +30,7 @@ class _Stack(nn.Module):
     """What both have in common: how exactly they rebuild. May be assigned at any time, like `memory`."""
 
     precision: Precision
+    _forward: Callable[..., Any]
 
     @property
     def exact(self) -> Any:
@@ -62,6 +64,42 @@ class _Stack(nn.Module):
     def _couplings(self) -> Iterable[tuple[str, Any]]:
         raise NotImplementedError
 
+    @without_compiler
+    def plan(self, value: Any, /, **kwargs: Any) -> StepPlan:
+        """What `memory` keeps of each update for such an input, and the bytes that a step then needs.
+
+        Runs forward once, watched; random states and buffers are left as they were.
+
+        Example:
+            >>> mlp = lambda: torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+            >>> stack = rg.ReversibleSequence([(mlp(), mlp()) for _ in range(8)], memory=rg.Budget("50%"))
+            >>> plan = stack.plan(torch.randn(512, 64))
+            >>> plan.peak <= plan.plain / 2
+            True
+        """
+        watched: list[tuple[Profile, list[Step], Plan]] = []
+        memory: Any = self.memory
+
+        def new_run(module: Any, streams: dict[str, Any], keywords: dict[str, Any], program: list[Step]) -> Run:
+            targets, profile = [step.target for step in program], Profile(len(program))
+            watched.append((profile, program, Plan(0, 0) if isinstance(memory, (Keep, Budget)) else memory.plan(targets)))
+            nothing = Plan(len(program), len(program), watcher=profile)
+            return Tape(streams, keywords, program, module.precision, nothing, Backstage())
+
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self.buffers()]
+        kind = next((p.device.type for p in self.parameters() if p.device.type not in ("cpu", "meta")), None)
+        try:
+            with torch.random.fork_rng([] if kind is None else None, device_type=kind or "cuda"), torch.enable_grad():
+                self._forward(new_run, value, kwargs)
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+        profile, program, plan = watched[0]
+        if isinstance(memory, Budget):
+            plan = profile.plan(memory, fresh=True)
+        return forecast(memory, plan, profile, [step.name for step in program], fresh=True)
+
 
 class ReversibleSequence(_Stack):
     """A stack of blocks `(f, g)`, each computing `y1 = x1 + f(x2)`, `y2 = x2 + g(y1)`.
@@ -73,7 +111,8 @@ class ReversibleSequence(_Stack):
     Args:
         blocks: an iterable of pairs of modules (or callables). Parameters are named `blocks.<i>.f.…` and `blocks.<i>.g.…`.
         streams: how the input becomes `x1, x2`, and these one output: `Duplicate()`, `Split()` or `AtRest()`.
-        memory: `Reverse()` rebuilds; `Keep()` stores everything, as plain autograd does. May be assigned at any time.
+        memory: `Reverse()` rebuilds; `Budget("2 GiB")` keeps what makes a step fastest within so many bytes; `Anchor(every)`
+            rebuilds from states that it keeps; `Keep()` stores everything, as plain autograd does. May be assigned at any time.
         coupling: how a function's output enters its stream: `Additive()`, `Affine()`, `Momentum(0.9)` or your own.
         route: which keyword argument goes to which function, e.g. `{"mask": "f", "context": "fg"}`, or a list of such dicts,
             one for each block. What it leaves out goes to every function whose signature accepts it.
@@ -279,7 +318,8 @@ class Reversible(_Stack):
 
     Args:
         updates: an iterable of `Update`. Parameters are named `updates.<i>.fn.…`.
-        memory: `Reverse()` rebuilds; `Keep()` stores everything, as plain autograd does. May be assigned at any time.
+        memory: `Reverse()` rebuilds; `Budget("2 GiB")` keeps what makes a step fastest within so many bytes; `Anchor(every)`
+            rebuilds from states that it keeps; `Keep()` stores everything, as plain autograd does. May be assigned at any time.
         exact, drift, stream_dtype: as for `ReversibleSequence`.
 
     Example:
@@ -397,7 +437,7 @@ def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> A
 @without_compiler
 def _recorded(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
     def new_run(module: Any, streams: dict[str, Any], keywords: dict[str, Any], program: list[Step]) -> Run:
-        plan = module.memory.plan([step.target for step in program])
+        plan = module.memory.plan([step.target for step in program], streams, keywords, module)
         return Tape(streams, keywords, program, module.precision, plan, module._backstage)
 
     return forward(new_run, value, kwargs)
@@ -440,7 +480,7 @@ def _checked_memory(memory: Any) -> Any:
     if isinstance(memory, Keep) or (hasattr(memory, "plan") and not isinstance(memory, type)):
         return memory
     what = f"the class {memory.__name__}" if isinstance(memory, type) else repr(memory)
-    raise TypeError(f"memory is {what}: pass rg.Reverse() or rg.Keep().")
+    raise TypeError(f"memory is {what}: pass rg.Reverse(), rg.Budget(...), rg.Anchor(...) or rg.Keep().")
 
 
 def _pair(pair: Any, index: int) -> Block:

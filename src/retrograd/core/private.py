@@ -39,6 +39,9 @@ without_compiler = torch._disable_dynamo
 # would replace it.
 has_step_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
+# What attention on a CPU runs. torch's FLOP counter has no formula for it; once it has, this is not needed.
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
 
 def surrounding_hooks() -> bool:
     """Whether someone around us (an outer stack, checkpoint) has hooks on saved tensors. A public way to ask would replace it."""

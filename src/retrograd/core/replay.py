@@ -133,7 +133,11 @@ class Backstage:
     program: Any = None  # the last one without keyword arguments
     warned = False  # of drift; once is enough
     trusts_casts = False  # whether hooks that cast a block's streams were seen to do nothing else
+    profiles: dict[Any, Any]  # what calls of each shape need: see `budget`
     program_of: Any = ()  # what it was made of
+
+    def __init__(self) -> None:
+        self.profiles = {}
 
     def __reduce__(self) -> Any:
         return Backstage, ()

@@ -10,26 +10,30 @@ The last updates are *kept* (see `memory`): they run as plain autograd, and the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from retrograd.core import errors
 from retrograd.core.exact import Precision
-from retrograd.core.memory import Plan, is_spare
+from retrograd.core.memory import Choice, Plan, is_spare
 from retrograd.core.private import pop_hooks, push_hooks, surrounding_hooks
 from retrograd.core.program import Parts, Program, Run, State, Step, call, couple, fit, place
 from retrograd.core.replay import Backstage, Scene, version_of
 from retrograd.core.streams import Leaves, describe
 from retrograd.core.updates import TRUSTED
-from retrograd.core.walk import Arguments, Frame, Record, Walk, meta
+from retrograd.core.walk import Arguments, Frame, Record, Walk, aliases, meta
 from retrograd.core.waypoints import Waypoints
 
 stride_of = operator.methodcaller("stride")
+NOTHING = Choice()
 
 
 class Tape(Run):
@@ -106,6 +110,10 @@ class Tape(Run):
         versions = list(map(version_of, leaves))
         scene, record, frame = self.scene, Record(), Frame(walk, index)
         cast = scene.casts[index]
+        choice = plan.choices.get(index, NOTHING)
+        planned = bool(choice.operations) or plan.watcher is not None
+        if choice.streams:
+            frame.streams = aliases(state)
         record.dtypes = self.dtypes
         record.needs_grad = [leaf.requires_grad for leaf in leaves]
         record.versions, record.kept = scene.versions[cast.number], None
@@ -113,7 +121,9 @@ class Tape(Run):
         record.random = walk.note_random()
         push_hooks(frame.pack, frame.unpack)
         try:
-            parts, aux = fit(call(step, reads, self.keywords), self.program, index, target, specs[step.target])
+            output = self.call_as_planned(step, reads, frame) if planned else call(step, reads, self.keywords)
+            parts, aux = fit(output, self.program, index, target, specs[step.target])
+            del output
             record.by_fn = len(frame.store)  # type: ignore[arg-type]
             updated = couple(step, target, parts)
         except Exception as error:
@@ -143,6 +153,14 @@ class Tape(Run):
         if not replayable:
             record.versions, record.kept = scene.versions[cast.number], [tuple(o.detach() for o in outs) for outs in parts]
             frame.keep(saved)
+        elif choice.output:
+            kept = [tuple(o.detach() for o in outs) for outs in parts]
+            if saved:
+                frame.output = kept
+            else:
+                record.kept = kept  # no one will hold the frame
+        if plan.watcher is not None:
+            plan.watcher.note(index, saved, record.by_fn, parts, cast.parameters, leaves)
         if index in self.sample:
             self.sample_bytes.append(activation_bytes(saved))
         walk.records.append(record)
@@ -159,6 +177,17 @@ class Tape(Run):
         if aux:
             self.aux += aux
         self.index += 1
+
+    def call_as_planned(self, step: Step, reads: list[Any], frame: Frame) -> Any:
+        """Run the function while someone watches, or keeping outputs of operations inside it."""
+        operations = self.plan.choices.get(self.index, NOTHING).operations
+        with contextlib.ExitStack() as stack:
+            if operations:
+                keep, frame.reuse = create_selective_checkpoint_contexts(policy(operations))
+                stack.enter_context(keep)
+            if self.plan.watcher is not None:
+                stack.enter_context(self.plan.watcher.watch(self.index, frame, self.scene.casts[self.index].parameters))
+            return call(step, reads, self.keywords)
 
     def can_spare(self) -> bool:
         """Whether the last block may be kept without raising the peak: see `memory.Reverse`."""
@@ -182,6 +211,8 @@ class Tape(Run):
         super().finish()
         if not self.sealed:
             self.seal()
+        if self.plan.watcher is not None:
+            self.plan.watcher.finish(self.state)
 
     @torch.no_grad()
     def try_coupling(self, step: Step, parts: Parts, updated: Leaves) -> None:
@@ -197,6 +228,17 @@ class Tape(Run):
             scale, limit = max(t.abs().max().item() for t in (x, y, *out)), torch.finfo(x.dtype).eps ** 0.5
             if error > limit * scale:
                 raise errors.wrong_inverse(where, coupling, error / scale, limit, str(x.dtype).removeprefix("torch."))
+
+
+def policy(operations: frozenset[tuple[Any, int]]) -> Callable[..., CheckpointPolicy]:
+    """Save these: the n-th call of an operation, for each pair."""
+    calls: dict[Any, int] = {}
+
+    def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        number = calls[operation] = calls.get(operation, -1) + 1
+        return CheckpointPolicy.MUST_SAVE if (operation, number) in operations else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return decide
 
 
 def activation_bytes(saved: list[Tensor]) -> int:

@@ -54,7 +54,7 @@ class Record:
 class Frame:
     """The hooks of one update in forward. The graph holds it; as long as it lives, backward may still ask."""
 
-    __slots__ = ("__weakref__", "index", "kept", "store", "versions", "walk")
+    __slots__ = ("__weakref__", "index", "kept", "output", "reuse", "store", "streams", "versions", "walk")
 
     def __init__(self, walk: Walk, index: int) -> None:
         self.walk = walk
@@ -62,6 +62,10 @@ class Frame:
         self.kept = False  # for more than one answer: the function cannot run again, or it was asked twice
         self.store: list[Tensor | None] | None = []  # what autograd saved: while the function runs, and again in backward
         self.versions: list[int] | None = None  # theirs; set in backward
+        # What the plan keeps, here and not in the record, because frames go as backward goes: see `memory.Choice`.
+        self.output: Parts | None = None
+        self.reuse: Any = None  # a context in which kept operations do not run again
+        self.streams: State | None = None
 
     def pack(self, tensor: Tensor) -> int:
         self.store.append(tensor)  # type: ignore[union-attr]
@@ -90,21 +94,28 @@ class Frame:
 class Recount:
     """The hooks of a recompute. Remembers the version of each tensor too, as autograd does for what it saves itself."""
 
-    __slots__ = ("store", "versions")
+    __slots__ = ("enough", "store", "versions")
 
-    def __init__(self) -> None:
+    def __init__(self, enough: int) -> None:
         self.store: list[Tensor] = []
         self.versions: list[int] = []
+        self.enough = enough  # so many, and the function need not go on; -1: it must
 
     def pack(self, tensor: Tensor) -> int:
         self.versions.append(tensor._version)
         self.store.append(tensor)
+        if len(self.versions) == self.enough:
+            raise Enough
         return len(self.versions) - 1
 
     def unpack(self, slot: int) -> Tensor:
         if slot >= len(self.store):
             raise errors.stale_activation()
         return self.store[slot]
+
+
+class Enough(BaseException):
+    """Ends a recompute whose output is kept, once it has saved what forward saved. Not an `Exception`: functions catch those."""
 
 
 class Walk:
@@ -221,9 +232,14 @@ class Walk:
 
     def recompute(self, index: int, undo: bool) -> None:
         """Run update `index` again and give its frame what autograd saves. With `undo`, also take it out of its target."""
-        record, step, state, specs = self.records[index], self.program[index], self.state, self.specs
-        scene, target, then = self.scene, step.target, record.saved
-        recount, cast = Recount(), scene.casts[index]
+        record, step, state, frame = self.records[index], self.program[index], self.state, self.frames[index]()
+        scene, target, then, by_fn = self.scene, step.target, record.saved, record.by_fn
+        cast = scene.casts[index]
+        # Where the plan kept what the function returned, or what undoing it would give, the function need not get to its end.
+        # Unless the coupling saves tensors as well, for they are made of what it returned.
+        streams = None if frame is None else frame.streams
+        may_stop = frame is not None and len(then) == by_fn and (frame.output is not None or streams is not None)
+        recount = Recount(by_fn if may_stop else -1)
         if record.buffers or list(map(version_of, cast.parameters)) != record.versions:
             check_unedited(cast, record.versions, record.buffers, place(self.program, index))
         present, gradients, depth = None, torch.is_grad_enabled(), recomputing.depth
@@ -236,22 +252,17 @@ class Walk:
             try:
                 parts = record.kept
                 if parts is None:
-                    at = len(state[target])  # in needs_grad, the target comes first
-                    reads = []
-                    for name in step.reads:
-                        leaves = state[name]
-                        reads.append(read(leaf_views(leaves, record.needs_grad, at), specs[name], record.dtypes[name]))
-                        at += len(leaves)
-                    output = call(step, reads, self.arguments.open() if step.keywords else {})
-                    self.compare(index, recount, then if len(then) == record.by_fn else then[: record.by_fn])
-                    parts, _ = fit(output, self.program, index, state[target], specs[target])
-                    del output, reads
-                    if len(then) > record.by_fn:  # the coupling saves tensors too, and needs its target
+                    output = self.run_again(step, record, recount, frame)
+                    self.compare(index, recount, then if len(then) == by_fn else then[:by_fn])
+                    fitted = None if may_stop else fit(output, self.program, index, state[target], self.specs[target])[0]
+                    parts: Any = frame.output if frame is not None and may_stop else fitted
+                    del output
+                    if len(then) > by_fn:  # the coupling saves tensors too, and needs its target
                         if undo:
                             self.undo(step, index, parts)
                         couple(step, leaf_views(state[target], record.needs_grad, 0), parts)
                         self.compare(index, recount, then)
-                if undo and self.at != index and not isinstance(step.coupling, TRUSTED):
+                if undo and self.at != index and streams is None and not isinstance(step.coupling, TRUSTED):
                     self.undo(step, index, parts)  # a user's own may depend on what is put back
             finally:
                 pop_hooks()
@@ -261,13 +272,34 @@ class Walk:
             if present is not None:
                 present.close()
             store, recount.store = recount.store, []  # they refer to the recomputed graph, and that to `recount`
-        if undo and self.at != index:
+        if undo and streams is not None:
+            self.state, self.at = aliases(streams), index
+        elif undo and self.at != index:
             self.undo(step, index, parts)
-        frame = self.frames[index]()
         if frame is not None and record.kept is None:
             frame.store, frame.versions = store, recount.versions  # type: ignore[assignment]
         if undo and index in self.waypoints.at:
             self.waypoints.compare(index, self.state)
+
+    def run_again(self, step: Step, record: Record, recount: Recount, frame: Frame | None) -> Any:
+        """What the function returns; nothing if it did not have to get there."""
+        if recount.enough == 0:
+            return None
+        at = len(self.state[step.target])  # in needs_grad, the target comes first
+        reads = []
+        for name in step.reads:
+            leaves = self.state[name]
+            reads.append(read(leaf_views(leaves, record.needs_grad, at), self.specs[name], record.dtypes[name]))
+            at += len(leaves)
+        keywords = self.arguments.open() if step.keywords else {}
+        try:
+            if frame is None or frame.reuse is None:
+                return call(step, reads, keywords)
+            reuse, frame.reuse = frame.reuse, None  # torch's context serves once; should this run a third time, then whole
+            with reuse:
+                return call(step, reads, keywords)
+        except Enough:
+            return None
 
     def compare(self, index: int, recount: Recount, then: list[Meta]) -> None:
         """Raise unless what forward saved was saved again, and nothing else."""

@@ -1,0 +1,531 @@
+"""`Budget`: the peak stays below it, the FLOPs fall with it, and gradients are those of plain autograd. And `Anchor`."""
+
+import contextlib
+import copy
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import retrograd as rg
+from benchmarks.cases import Attention, FeedForward, Plain, Size, checkpoint, pairs
+from benchmarks.run import example, flops, step
+from retrograd import budget as planning
+from retrograd.core.memory import Choice, Plan, block_starts
+from retrograd.core.walk import Walk
+from retrograd.measure import LiveBytes, activation_bytes
+from tests import processes, test_compat_parity, zoo
+
+MIB = 2**20
+
+
+def needed(network, x):
+    """The peak of a step, less gradients; after the steps in which the plan is made."""
+    for _ in range(2):
+        network.zero_grad()
+        x.grad = None
+        step(network, x)
+    network.zero_grad()
+    x.grad = None
+    return activation_bytes(lambda: step(network, x), [*network.parameters(), x])
+
+
+def input_gradient(network, x):
+    x.grad = None
+    step(network, x)
+    return x.grad.clone()
+
+
+# --- what must be shown: 24 transformer blocks of width 128, 4 x 256 tokens
+
+
+def test_the_line_between_time_and_memory():
+    size = Size("shown", blocks=24, width=128, batch=4, tokens=256)
+    blocks, x = pairs(size), example(size)
+    plain, checkpointed = Plain(copy.deepcopy(blocks)), Plain(copy.deepcopy(blocks), checkpoint)
+    most, of_plain, expected = needed(plain, x), flops(plain, x), input_gradient(plain, x)
+    limits = {needed(checkpointed, x): 1.20, most // 4: 1.16, most: 1.01}
+    for limit, at_most in limits.items():
+        stack = rg.ReversibleSequence(blocks, streams=rg.Split(), memory=rg.Budget(limit))
+        assert needed(stack, x) <= 1.02 * limit
+        stack.zero_grad()
+        assert flops(stack, x) / of_plain <= at_most
+        stack.zero_grad()
+        torch.testing.assert_close(input_gradient(stack, x), expected, rtol=1e-4, atol=1e-6 * expected.abs().max().item())
+    floor = rg.ReversibleSequence(blocks, streams=rg.Split())
+    assert flops(floor, x) / of_plain <= 4 / 3 - 1 / (3 * 24) + 0.01
+
+
+class Conv(nn.Sequential):
+    def __init__(self, width):
+        super().__init__(
+            nn.BatchNorm2d(width), nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.Conv2d(2 * width, width, 1)
+        )
+
+
+class Dropping(nn.Sequential):
+    def __init__(self, width):
+        super().__init__(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
+        )
+
+
+NETWORKS = {
+    "transformer": (lambda: (Attention(32, 4), FeedForward(32)), (4, 64, 64)),
+    "dropout": (lambda: (Dropping(32), Dropping(32)), (256, 64)),
+    "convolutions": (lambda: (Conv(8), Conv(8)), (4, 16, 16, 16)),
+    "tanh": (lambda: (nn.Sequential(nn.Linear(64, 64), nn.Tanh()), nn.Linear(64, 64)), (256, 128)),
+    "uneven": (lambda: (FeedForward(32), nn.Tanh()), (256, 64)),
+}
+
+
+@pytest.mark.parametrize("accumulating", [False, True])
+@pytest.mark.parametrize("share", ["10%", "25%", "50%", "90%", "150%"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_peak_stays_below_it(name, share, accumulating):
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    blocks, x = [make() for _ in range(12)], torch.randn(shape, requires_grad=True)
+    options = {"streams": rg.Split(1 if name == "convolutions" else -1)}
+    stack = rg.ReversibleSequence(blocks, memory=rg.Budget(share), **options)
+    try:
+        plan = stack.plan(x)
+    except rg.BudgetError:
+        assert share in ("10%", "25%")
+        return
+    limit = stack.memory.bytes_of(plan.plain)
+
+    def run():
+        step(stack, x)
+
+    if accumulating:
+        run()
+        with contextlib.suppress(rg.BudgetError):
+            for _ in range(2):
+                run()
+            x.grad = None
+            with LiveBytes() as live:
+                run()
+            plain = next(iter(stack._backstage.profiles.values())).plain(False)
+            assert live.peak - x.grad.nbytes <= 1.02 * stack.memory.bytes_of(plain)
+        return
+    assert needed(stack, x) <= 1.02 * limit
+    kept = rg.ReversibleSequence(blocks, memory=rg.Keep(), **options)
+    torch.manual_seed(1)
+    expected = input_gradient(kept, x)
+    torch.manual_seed(1)
+    stack.zero_grad()
+    torch.testing.assert_close(input_gradient(stack, x), expected, rtol=1e-3, atol=1e-5 * expected.abs().max().item())
+
+
+def test_more_memory_means_less_to_run_again():
+    stack = rg.ReversibleSequence([(Attention(32, 4), FeedForward(32)) for _ in range(12)], streams=rg.Split())
+    x, times, peaks = torch.randn(4, 64, 64), [], []
+    for share in range(20, 121, 10):
+        stack.memory = rg.Budget(f"{share}%")
+        plan = stack.plan(x)
+        times.append(plan.time)
+        peaks.append(plan.peak)
+    assert times == sorted(times, reverse=True)
+    assert peaks == sorted(peaks)
+    assert times[-1] == 1.0
+
+
+def test_above_plain_it_is_keep_to_the_bit():
+    torch.manual_seed(0)
+    stack, x = rg.ReversibleSequence([(zoo.Mix(8), zoo.Mix(8)) for _ in range(4)]), torch.randn(4, 8, requires_grad=True)
+    grads = []
+    for stack.memory in (rg.Keep(), rg.Budget("1 GiB"), rg.Budget("1 GiB")):
+        grads.append(torch.autograd.grad(stack(x).square().sum(), [x, *stack.parameters()]))
+    assert all(map(torch.equal, grads[0], grads[2]))
+    assert next(iter(stack._backstage.profiles.values())).plan(rg.Budget("1 GiB"), True).kept == 0
+
+
+def test_below_the_floor_it_says_the_floor():
+    stack, x = rg.ReversibleSequence([(FeedForward(64), FeedForward(64)) for _ in range(4)]), torch.randn(64, 64)
+    stack.memory = rg.Budget("10 KiB")
+    for run in (lambda: stack(x), lambda: stack.plan(x)):
+        with pytest.raises(
+            rg.BudgetError, match=r"(?s)0\.01 MiB are less than the .* this stack needs.*Fix: rg.Budget\(\"(.*) MiB\"\)"
+        ) as error:
+            run()
+    fix = str(error.value).split('rg.Budget("')[1].split('"')[0]
+    stack.memory = rg.Budget(fix)
+    step(stack, x.requires_grad_())
+    assert isinstance(error.value, ValueError)
+
+
+# --- right, whatever is kept
+
+
+class Fixed:
+    """A plan made by hand: by name, because operations cannot be sent to other processes."""
+
+    def __init__(self, choice, cut=None):
+        self.choice, self.cut = choice, cut
+
+    def plan(self, targets, *_):
+        cut = len(targets) if self.cut is None else self.cut
+        choice = CHOICES[self.choice] if isinstance(self.choice, str) else self.choice
+        return Plan(cut, cut, dict.fromkeys(range(cut), choice))
+
+
+ADDMM = frozenset({(torch.ops.aten.addmm.default, 0), (torch.ops.aten.mm.default, 0), (torch.ops.aten.addmm.default, 1)})
+CHOICES = {
+    "output": Choice(output=True),
+    "operations": Choice(operations=ADDMM),
+    "both": Choice(output=True, operations=ADDMM),
+    "streams": Choice(streams=True),
+    "all": Choice(output=True, operations=ADDMM, streams=True),
+}
+KEPT = [case for case in zoo.CASES if case.memory == "keep"]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("case", KEPT, ids=str)
+def test_whatever_is_kept_gradients_are_those_of_plain(case, dropout, choice):
+    stack, x = case.build(dropout=dropout)
+    torch.manual_seed(3)
+    expected = zoo.gradients(stack, zoo.plain_stack(stack, x), x)
+    state = torch.get_rng_state()
+    stack.memory = Fixed(CHOICES[choice])
+    torch.manual_seed(3)
+    y = stack(x)
+    assert zoo.worst(zoo.gradients(stack, y, x), expected) < 1e-9
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_backward_twice_and_its_derivative(choice):
+    stack, x = zoo.Case("additive", "mean", "tensor", "keep").build(dropout=0.2)
+
+    def run():
+        torch.manual_seed(0)
+        y = zoo.loss(stack(x))
+        wanted = [x, *stack.parameters()]
+        first = torch.autograd.grad(y, wanted, retain_graph=True)
+        second = torch.autograd.grad(y, wanted, create_graph=True)
+        third = torch.autograd.grad(sum(g.square().sum() for g in second), wanted)
+        return [*first, *second, *third]
+
+    expected = run()
+    stack.memory = Fixed(CHOICES[choice])
+    assert zoo.worst(run(), expected) < 1e-9
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_exact(choice):
+    torch.manual_seed(0)
+    stack = rg.ReversibleSequence([(Attention(16, 2), Dropping(16)) for _ in range(6)], exact=True)
+    x, grads = torch.randn(2, 8, 16, requires_grad=True), []
+    for stack.memory in (rg.Keep(), Fixed(CHOICES[choice]), Fixed(CHOICES[choice], cut=7)):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = stack(x)
+        grads.append([y, *torch.autograd.grad(y.square().sum(), [x, *stack.parameters()])])
+    for got in grads[1:]:
+        assert all(map(torch.equal, got, grads[0]))
+
+
+def test_a_recompute_that_stops_early_leaves_nothing_behind():
+    """Not in the buffers, the random state, the grad mode, nor in modules that count."""
+
+    class Norm(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 4))
+
+    torch.manual_seed(0)
+    stack, x = rg.ReversibleSequence([(Norm(), Norm()) for _ in range(3)]), torch.randn(8, 4)
+    twin = copy.deepcopy(stack)
+    stack.memory, twin.memory = Fixed(Choice(output=True)), rg.Keep()
+    states = []
+    for net in (stack, twin):
+        torch.manual_seed(1)
+        net(x).sum().backward()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+    assert all(map(torch.equal, stack.buffers(), twin.buffers()))
+    assert torch.is_grad_enabled()
+
+
+def test_functions_that_catch_exceptions_are_stopped_all_the_same():
+    class Careful(nn.Linear):
+        def forward(self, x):
+            try:
+                return super().forward(super().forward(x))
+            except Exception:
+                return x * 0
+
+    torch.manual_seed(0)
+    stack, x, grads = rg.ReversibleSequence([(Careful(4, 4), Careful(4, 4))] * 2), torch.randn(2, 4, requires_grad=True), []
+    for stack.memory in (rg.Keep(), Fixed(Choice(output=True))):
+        grads.append(torch.autograd.grad(stack(x).sum(), x)[0])
+    torch.testing.assert_close(*grads)
+
+
+def test_frozen_functions_run_once_if_their_output_is_kept():
+    class Counted(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    frozen = [Counted(4, 4).requires_grad_(False) for _ in range(4)]
+    first = rg.Update("a", frozen[0], ("b",))
+    net = rg.Reversible([first, rg.Update("c", nn.Linear(4, 4), ("a",)), rg.Update("c", nn.Linear(4, 4), ("b",))])
+    net.memory = Fixed(Choice(output=True))
+    streams = {name: torch.randn(2, 4) for name in "abc"}
+    net(streams)["c"].sum().backward()
+    assert frozen[0].calls == 1
+
+
+# --- when it plans
+
+
+def test_settled_after_two_steps_and_again_when_shapes_change(monkeypatch):
+    made = []
+    plan = planning.Profile._plan
+    monkeypatch.setattr(planning.Profile, "_plan", lambda self, *args: (made.append(args), plan(self, *args))[1])
+    stack = rg.ReversibleSequence([(FeedForward(32), FeedForward(32)) for _ in range(4)], memory=rg.Budget("50%"))
+    for _ in range(4):
+        stack.zero_grad()
+        step(stack, torch.randn(16, 32, requires_grad=True))
+    assert len(made) == 1
+    for size in (16, 24, 24, 16, 24):
+        stack.zero_grad()
+        step(stack, torch.randn(size, 32, requires_grad=True))
+    assert len(made) == 2
+    assert len(stack._backstage.profiles) == 2
+    for size in range(1, 100):
+        stack(torch.randn(size, 32))
+    assert len(stack._backstage.profiles) <= planning.REMEMBERED
+    assert not copy.deepcopy(stack)._backstage.profiles
+
+
+def test_a_first_step_that_fails_is_not_what_is_planned_from():
+    class Fails(nn.Linear):
+        fail = True
+
+        def forward(self, x):
+            if self.fail:
+                raise RuntimeError("no")
+            return super().forward(x)
+
+    stack = rg.ReversibleSequence([(FeedForward(8), Fails(8, 8)) for _ in range(3)], memory=rg.Budget("1 MiB"))
+    with pytest.raises(RuntimeError, match="no"):
+        stack(torch.randn(2, 8, requires_grad=True))
+    Fails.fail = False
+    for _ in range(2):
+        step(stack, torch.randn(2, 8, requires_grad=True))
+    (profile,) = stack._backstage.profiles.values()
+    assert profile.is_complete
+
+
+@pytest.mark.parametrize("around", ["checkpoint", "stack"])
+def test_inside_something_that_runs_it_again(around):
+    torch.manual_seed(0)
+    inner = rg.ReversibleSequence([(zoo.Mix(4), zoo.Mix(4)) for _ in range(3)], memory=rg.Budget("1 GiB")).double()
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    if around == "checkpoint":
+        run = lambda: torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)  # noqa: E731
+    else:
+        outer = rg.ReversibleSequence([(inner, zoo.Mix(4).double())] * 2, memory=rg.Reverse(keep_last=False))
+        run = lambda: outer(x)  # noqa: E731
+    for _ in range(3):
+        inner.memory = rg.Budget("1 GiB")
+        got = torch.autograd.grad(zoo.loss(run()), x)
+        inner.memory = rg.Keep()
+        torch.testing.assert_close(got, torch.autograd.grad(zoo.loss(run()), x))
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, None, "much", "2 XB", "-1 GiB", "0%", "1..2 MB"])
+def test_budgets_that_make_no_sense(wrong):
+    with pytest.raises(ValueError, match="pass a number of bytes, a size such as"):
+        rg.Budget(wrong)
+
+
+def test_sizes():
+    sizes = {"1 KiB": 1024, "2kb": 2000, "1.5 MiB": 3 * 2**19, ".5 GiB": 2**29, "7": 7, "3 B": 3, 12: 12}
+    assert {size: rg.Budget(size).bytes_of(0) for size in sizes} == sizes
+    assert rg.Budget("25%").bytes_of(1000) == 250
+
+
+# --- the plan, as data
+
+
+def test_a_plan_is_data(tmp_path):
+    stack = rg.ReversibleSequence([(FeedForward(32), FeedForward(32)) for _ in range(6)], memory=rg.Budget("40%"))
+    x = torch.randn(64, 32)
+    state = torch.get_rng_state()
+    plan = stack.plan(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert plan == stack.plan(x)
+    assert [row.name for row in plan.rows][:2] == ["blocks.0.f", "blocks.0.g"]
+    assert "12 updates" in str(plan) and "MiB at the peak" in str(plan)
+    stack.memory = rg.Reverse()
+    other = stack.plan(x)
+    assert other != plan and other.peak < plan.peak < plan.plain and other.time > plan.time
+    plan.draw(tmp_path / "plan.png", other)
+    assert (tmp_path / "plan.png").stat().st_size > 5000
+    stack.memory = rg.Keep()
+    assert {row.keeps for row in stack.plan(x).rows} == {"everything"}
+
+
+def test_plans_of_programs_and_of_modules_with_buffers():
+    net = rg.Reversible([rg.Update("ab"[i % 2], nn.BatchNorm1d(4), ("ba"[i % 2],)) for i in range(6)], memory=rg.Budget("80%"))
+    before = [buffer.clone() for buffer in net.buffers()]
+    plan = net.plan({"a": torch.randn(8, 4), "b": torch.randn(8, 4)})
+    assert len(plan.rows) == 6 and "updates.0" in str(plan)
+    assert all(map(torch.equal, before, net.buffers()))
+
+
+# --- anchors
+
+
+def test_anchors_bound_drift(monkeypatch):
+    """With bfloat16 streams, 96 blocks deep: the input as rebuilt is off by what a few blocks make of it."""
+    torch.manual_seed(0)
+    blocks = [(Attention(16, 2), FeedForward(16)) for _ in range(96)]
+    stack = rg.ReversibleSequence(blocks, stream_dtype=torch.bfloat16, drift="ignore").bfloat16()
+    x, seen = torch.randn(2, 8, 16).bfloat16(), []
+    blocks[0][0].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
+    errors = []
+    for stack.memory in (rg.Reverse(keep_last=False), rg.Anchor(every=4, keep_last=False), rg.Anchor(every=96, keep_last=False)):
+        seen.clear()
+        stack(x).float().square().mean().backward()
+        errors.append((seen[0] - seen[-1]).abs().max().item())
+    assert errors[1] < errors[0] / 4
+    assert errors[2] == errors[0]
+
+
+def test_anchors_cost_one_state_each_and_are_let_go():
+    x = torch.randn(64, 64, requires_grad=True)
+    make = lambda memory: rg.ReversibleSequence(  # noqa: E731
+        [(FeedForward(32), FeedForward(32)) for _ in range(16)], streams=rg.Split(), memory=memory
+    )
+    state = 2 * 64 * 32 * 4
+    between = []
+    for memory in (rg.Reverse(keep_last=False), rg.Anchor(every=4, keep_last=False)):
+        stack = make(memory)
+        with LiveBytes() as live:
+            y = stack(x)
+            between.append(live.now)
+            del y
+            assert live.now == 0
+    assert between[1] - between[0] == 3 * state
+
+
+def test_where_blocks_start():
+    assert block_starts("ababab") == [0, 2, 4]
+    assert block_starts("aab") == [0, 1]
+    assert block_starts("") == []
+    assert sorted(rg.Anchor(2, keep_last=False).plan("abababab").choices) == [4]
+    with pytest.raises(ValueError, match="every is a number of blocks"):
+        rg.Anchor(every=0)
+
+
+# --- with everything else
+
+
+@pytest.mark.parametrize("system", test_compat_parity.CASES, ids=lambda system: system.__name__)
+def test_the_five_systems(system):
+    case = system()
+    net, (args, kwargs) = case.build(case.ours, 0.2).double(), case.inputs()
+
+    def run(memory):
+        net.engine.memory = memory
+        return [t for ts in test_compat_parity.step(net, args, kwargs).values() for t in ts if t is not None]
+
+    expected = run(rg.Keep())
+    for _ in range(3):
+        for got, then in zip(run(rg.Budget("80%")), expected, strict=True):
+            torch.testing.assert_close(got, then)
+
+
+def test_keyword_arguments_with_gradients():
+    torch.manual_seed(0)
+    stack = rg.ReversibleSequence([(zoo.Mix(4), zoo.Mix(4)) for _ in range(6)]).double()
+    x, context = (torch.randn(2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    grads = []
+    for stack.memory in (rg.Keep(), rg.Budget("60%"), rg.Budget("60%"), Fixed(CHOICES["both"])):
+        grads.append(torch.autograd.grad(zoo.loss(stack(x, context=context)), [x, context, *stack.parameters()]))
+    for got in grads[1:]:
+        assert zoo.worst(list(got), list(grads[0])) < 1e-9
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
+@pytest.mark.parametrize("share", ["40%", "80%"])
+def test_compiled_functions(share):
+    torch.manual_seed(0)
+    functions = [(FeedForward(16), FeedForward(16)) for _ in range(4)]
+    plain = rg.ReversibleSequence(functions, memory=rg.Keep())
+    x = torch.randn(8, 16, requires_grad=True)
+    expected = torch.autograd.grad(plain(x).square().sum(), [x, *plain.parameters()])
+    compiled = [tuple(torch.compile(fn, backend="aot_eager") for fn in pair) for pair in functions]
+    stack = rg.ReversibleSequence(compiled, memory=rg.Budget(share))
+    for _ in range(3):
+        got = torch.autograd.grad(stack(x).square().sum(), [x, *stack.parameters()])
+        assert zoo.worst(list(got), list(expected)) < 1e-4
+
+
+def ddp(memory, rank):
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(
+        rg.ReversibleSequence([(Attention(16, 2), Dropping(16)) for _ in range(6)], memory=memory)
+    )
+    return distributed_steps(model, rank)
+
+
+def fsdp(memory, rank):
+    torch.manual_seed(0)
+    model = rg.ReversibleSequence([(Attention(16, 2), Dropping(16)) for _ in range(6)], memory=memory)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return distributed_steps(model, rank)
+
+
+def distributed_steps(model, rank):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(4):
+        torch.manual_seed(10 * i + rank)
+        model(torch.randn(2, 8, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+MEMORY = {"budget": rg.Budget("60%"), "keep": rg.Keep(), "output": Fixed("output"), "both": Fixed("both")}
+CASES = {f"{run.__name__}-{name}": functools.partial(run, memory) for run in (ddp, fsdp) for name, memory in MEMORY.items()}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return processes.run(CASES, tmp_path_factory.mktemp("budget"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("memory", [name for name in MEMORY if name != "keep"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_in_many_processes(results, wrapper, memory):
+    for got, expected in zip(results[f"{wrapper}-{memory}"], results[f"{wrapper}-keep"]):
+        assert zoo.worst(got, expected) < 1e-5
+
+
+def test_frames_go_as_backward_goes(monkeypatch):
+    """What is kept for an update is let go when backward has passed it: so late updates may have more."""
+    stack = rg.ReversibleSequence([(FeedForward(32), FeedForward(32)) for _ in range(16)], memory=Fixed(Choice(output=True)))
+    x, now = torch.randn(256, 32, requires_grad=True), []
+    recompute = Walk.recompute
+    with LiveBytes() as live:
+        monkeypatch.setattr(Walk, "recompute", lambda self, *a, **k: (now.append(live.now), recompute(self, *a, **k))[1])
+        stack(x).square().mean().backward()
+    gradients = sum(p.nbytes for p in stack.blocks[0].f.parameters())
+    fell = [a - b + gradients for a, b in itertools.pairwise(now[2:])]
+    assert sum(fell) / len(fell) > 0.9 * 256 * 32 * 4
