@@ -175,6 +175,10 @@ class Profile:
         if self.budget is not None:
             self.plan(self.budget, self.fresh)  # raises now, not a step later, if it cannot be
 
+    def gradients(self) -> dict[int, int]:
+        """The bytes of each parameter's gradient; a parameter may be used by several updates."""
+        return {parameter: bytes_ for measured in self.updates for parameter, bytes_ in measured.gradients.items()}
+
     def needs(self, fresh: bool) -> list[int]:
         """Bytes at each update of the backward pass, if nothing is kept, less all gradients: `fresh` if they are yet to come.
 
@@ -182,9 +186,7 @@ class Profile:
         or when both streams and gradients are made anew. At the last update, the output of the stack, too. And a parameter's
         gradient that is added to another exists beside it.
         """
-        to_come: dict[int, int] = {}
-        for measured in self.updates:
-            to_come |= measured.gradients
+        to_come = self.gradients()
         total, done, seen, needs = sum(to_come.values()), 0, set(), []
         for measured in reversed(self.updates):
             for parameter in measured.gradients.keys() - seen:
@@ -343,8 +345,8 @@ class Row(NamedTuple):
     keeps: str  # nothing, its output, that and operations, everything, the streams before it
     bytes: int  # that this takes, until backward gets there
     again: float  # the share of its forward that runs again
-    forward: int  # bytes alive when forward is there, and when backward is; less gradients
-    backward: int
+    forward: int  # bytes alive when forward is there
+    backward: int  # and when backward is: with the gradients of parameters that it has made by then
 
 
 @dataclass(frozen=True)
@@ -352,7 +354,7 @@ class StepPlan:
     """What a memory mode keeps of each update, and the bytes that a step then needs. Print it, compare it, `draw` it.
 
     Figures are forecasts from one watched forward pass: `peak` is what the step needs, `plain` what it would need with everything
-    kept, `floor` with nothing kept; `time` is that of the step, plain autograd being 1.
+    kept, `floor` with nothing kept, each less all `gradients`; `time` is that of the step, plain autograd being 1.
     """
 
     memory: Any
@@ -360,6 +362,7 @@ class StepPlan:
     peak: int
     plain: int
     floor: int
+    gradients: int
     time: float
 
     def __str__(self) -> str:
@@ -386,14 +389,16 @@ class StepPlan:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError("StepPlan.draw needs matplotlib: pip install matplotlib") from error
-        figure = Figure(figsize=(8, 4), layout="tight")
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()
         for plan in (self, *others):
             course = [row.forward / MIB for row in plan.rows] + [row.backward / MIB for row in reversed(plan.rows)]
             axes.plot(range(len(course)), course, label=f"{plan.memory!r}: {plan.peak / MIB:.1f} MiB, time {plan.time:.2f}")
         axes.axvline(len(self.rows) - 0.5, color="gray", linewidth=0.5)
-        axes.set(xlabel="updates: forward, then backward", ylabel="MiB alive, less gradients", ylim=(0, None))
-        axes.legend(frameon=False)
+        axes.axhline((self.peak + self.gradients) / MIB, color="gray", linewidth=0.5, linestyle="--")
+        axes.set(xlabel="updates: forward, then backward", ylim=(0, None))
+        axes.set(ylabel="MiB of activations and gradients")
+        figure.legend(loc="outside lower center", frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(path)
 
@@ -401,18 +406,20 @@ class StepPlan:
 def forecast(memory: Any, plan: Plan, profile: Profile, names: Sequence[str], fresh: bool) -> StepPlan:
     """What a plan means for a step."""
     needs, rows, before = profile.needs(fresh), [], 0
+    gradients = sum(profile.gradients().values()) if fresh else 0
     for u, (name, measured) in enumerate(zip(names, profile.updates)):
         choice = plan.choices.get(u, Choice())
         level = everything(measured) if u >= plan.kept else _level(measured, choice, profile.state_bytes)
         again = level.seconds / measured.seconds if measured.seconds else 0.0
         forward = 2 * profile.state_bytes + before + measured.forward
-        rows.append(Row(name, _words(level.choice), level.bytes, again, forward, needs[u] + before + level.own))
+        backward = needs[u] + gradients + before + level.own
+        rows.append(Row(name, _words(level.choice), level.bytes, again, forward, backward))
         before += level.bytes
     total = sum(measured.seconds for measured in profile.updates)
     run_again = sum(row.again * measured.seconds for row, measured in zip(rows, profile.updates))
-    peak = max((row.backward for row in rows), default=0)
+    peak = max((row.backward for row in rows), default=0) - gradients
     time = 1 + run_again / (3 * total) if total else 1.0
-    return StepPlan(memory, tuple(rows), peak, profile.plain(fresh), max(needs, default=0), time)
+    return StepPlan(memory, tuple(rows), peak, profile.plain(fresh), max(needs, default=0), gradients, time)
 
 
 def _level(measured: Measured, choice: Choice, state_bytes: int) -> Level:

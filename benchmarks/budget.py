@@ -1,0 +1,151 @@
+"""The line between time and memory: plain autograd, per-block checkpointing, and retrograd at several budgets.
+
+    python -m benchmarks.budget [--rounds 15] [--scale]
+
+24 transformer blocks of width 128, 4 x 256 tokens, float32. Bytes are exact, FLOPs as torch counts them, both of the step after
+the plan is settled; time is the median of ratios to plain of steps run in turn. Writes docs/figures/budget.jsonl and budget.svg,
+and docs/figures/plan.svg: bytes over the course of a step.
+
+With `--scale` instead: 1,024 blocks, and a sequence of 65,536 tokens through 24 blocks with attention in windows of 256; and what
+plain autograd would have needed, counted from what autograd saves of each function.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import retrograd as rg
+from benchmarks.cases import Attention, FeedForward, Plain, Size, pairs
+from benchmarks.drift import FIGURES
+from benchmarks.run import example, flops, seconds, step
+from retrograd.measure import activation_bytes
+
+SIZE = Size("shown", blocks=24, width=128, batch=4, tokens=256)
+MIB = 2**20
+
+
+def peak(network: nn.Module, x: torch.Tensor) -> int:
+    network.zero_grad()
+    return activation_bytes(lambda: step(network, x), [*network.parameters(), x])
+
+
+def line(rounds: int) -> list[dict[str, Any]]:
+    blocks, x = pairs(SIZE), example(SIZE)
+    build: Callable[[Any], nn.Module] = lambda memory: rg.ReversibleSequence(  # noqa: E731
+        copy.deepcopy(blocks), streams=rg.Split(), memory=memory
+    )
+    plain, by_block = Plain(copy.deepcopy(blocks)), Plain(copy.deepcopy(blocks), checkpoint)
+    most, least = peak(plain, x), peak(by_block, x)
+    networks = {
+        "plain autograd": (plain, None),
+        "checkpoint per block": (by_block, None),
+        "Reverse()": (build(rg.Reverse()), None),
+        "Budget: checkpoint's peak": (build(rg.Budget(least)), least),
+        "Budget: an eighth of plain": (build(rg.Budget(most // 8)), most // 8),
+        "Budget: a quarter of plain": (build(rg.Budget(most // 4)), most // 4),
+        "Budget: half of plain": (build(rg.Budget(most // 2)), most // 2),
+        "Budget: plain's peak": (build(rg.Budget(most)), most),
+    }
+    times: dict[str, list[float]] = {name: [] for name in networks}
+    for i in range(rounds + 3):
+        for name, (network, _) in networks.items():
+            duration = seconds(network, x)
+            if i >= 3:
+                times[name].append(duration)
+    plain.zero_grad()
+    counted = flops(plain, x)
+    rows = []
+    for name, (network, limit) in networks.items():
+        network.zero_grad()
+        ratio = statistics.median(a / b for a, b in zip(times[name], times["plain autograd"]))
+        of_plain = flops(network, x) / counted
+        rows.append({"name": name, "limit": limit, "peak": peak(network, x), "flops": of_plain, "time": ratio})
+    return rows
+
+
+def draw(rows: list[dict[str, Any]]) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "retrograd", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharex=True, layout="constrained")
+    for axis, what in zip(axes, ("flops", "time")):
+        ours = sorted((row["peak"] / MIB, row[what]) for row in rows if "checkpoint per" not in row["name"])
+        axis.plot(*zip(*ours), marker="o", markersize=4, label="retrograd: Reverse(), budgets, Keep()")
+        (other,) = [row for row in rows if row["name"] == "checkpoint per block"]
+        axis.plot(other["peak"] / MIB, other[what], "kx", label="torch.utils.checkpoint per block")
+        axis.set(
+            xscale="log", xlabel="MiB of activations", ylabel=f"{'FLOPs' if what == 'flops' else 'time'} of a step, plain = 1"
+        )
+        axis.set_xticks([8, 16, 32, 64, 128], ["8", "16", "32", "64", "128"])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].legend(frameon=False)
+    figure.savefig(FIGURES / "budget.svg", metadata={"Date": None})
+
+
+def course() -> None:
+    """Bytes over a step."""
+    blocks, x, plans = pairs(SIZE), example(SIZE), []
+    for memory in (rg.Budget("25%"), rg.Budget("16 MiB"), rg.Reverse(), rg.Keep()):
+        plans.append(rg.ReversibleSequence(blocks, streams=rg.Split(), memory=memory).plan(x))
+    plans[0].draw(FIGURES / "plan.svg", *plans[1:])
+    print(plans[0], end="\n\n")
+
+
+class Windows(Attention):
+    """Attention within windows of 256 tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.reshape(-1, 256, x.shape[-1])).view_as(x)
+
+
+def scale() -> None:
+    for blocks, batch, tokens in ((1024, 4, 256), (24, 1, 65_536)):
+        torch.manual_seed(0)
+        stack = rg.ReversibleSequence([(Windows(64, 4), FeedForward(64)) for _ in range(blocks)], streams=rg.Split())
+        x = torch.randn(batch, tokens, 128)
+        plain = stack.plan(x).plain
+        start = time.perf_counter()
+        needed = activation_bytes(lambda: step(stack, x), stack.parameters())  # noqa: B023
+        print(
+            f"{blocks:,} blocks of width 64, {batch} x {tokens:,} tokens: {needed / MIB:,.0f} MiB of activations, a step in "
+            f"{time.perf_counter() - start:.0f} s; plain autograd would have needed {plain / MIB:,.0f} MiB",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
+    parser.add_argument("--scale", action="store_true", help="the large ones")
+    arguments = parser.parse_args()
+    if arguments.scale:
+        return scale()
+    rows = line(arguments.rounds)
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    (FIGURES / "budget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print("| | allowed, MiB | needed, MiB | FLOPs | time |\n| --- | ---: | ---: | ---: | ---: |")
+    for row in rows:
+        limit = f"{row['limit'] / MIB:.1f}" if row["limit"] else ""
+        print(f"| {row['name']} | {limit} | {row['peak'] / MIB:.1f} | {row['flops']:.3f} | {row['time']:.2f} |")
+    print()
+    course()
+    draw(rows)
+    return None
+
+
+if __name__ == "__main__":
+    main()
