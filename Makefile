@@ -25,8 +25,10 @@ tests: $(PEERS)  ## pytest, on two cores
 fuzz: $(VENV)/ready  ## 10,000 random programs against plain autograd (a few minutes)
 	OMP_NUM_THREADS=1 RETROGRAD_FUZZ=5000 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py
 
-bench: $(PEERS)  ## time and memory of a step: plain, checkpoint, peers, the five systems and retrograd
-	$(BIN)/python -W ignore -m benchmarks.run
+bench: $(PEERS)  ## time and memory of a step: plain, checkpoint, peers, the five systems and retrograd (half an hour)
+	$(BIN)/python -W ignore -m retrograd bench --out benchmarks/results
+	$(BIN)/python -W ignore -m benchmarks.exact
+	$(BIN)/python -W ignore -m benchmarks.budget
 	$(BIN)/python -W ignore -m benchmarks.systems
 
 clean:  ## remove the environment and everything generated

@@ -11,7 +11,7 @@ import tracemalloc
 import torch
 
 import retrograd as rg
-from benchmarks.cases import FeedForward
+from retrograd.bench.cases import FeedForward
 from retrograd.measure import LiveBytes
 
 

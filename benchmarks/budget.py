@@ -22,15 +22,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import retrograd as rg
-from benchmarks.cases import Attention, FeedForward, Plain, Size, pairs
 from benchmarks.drift import FIGURES
-from benchmarks.run import example, flops, seconds, step
+from retrograd.bench.cases import SIZES, Attention, FeedForward, Plain, pairs
+from retrograd.bench.steps import example, flops, seconds, step
+from retrograd.core.tape import policy
 from retrograd.measure import activation_bytes
 
-SIZE = Size("shown", blocks=24, width=128, batch=4, tokens=256)
+SIZE = SIZES["shown"]
 MIB = 2**20
 
 
@@ -96,6 +98,43 @@ def draw(rows: list[dict[str, Any]]) -> None:
     figure.savefig(FIGURES / "budget.svg", metadata={"Date": None})
 
 
+def dispatch() -> None:
+    """What selective checkpointing costs for each operation, where there is next to nothing to compute."""
+    fn, x = Attention(8, 2), torch.randn(1, 4, 8, requires_grad=True)
+    count = Counted()
+    with count:
+        fn(x)
+
+    def both() -> None:
+        keep, reuse = create_selective_checkpoint_contexts(policy(frozenset()))
+        for context in (keep, reuse):
+            with context:
+                fn(x)
+
+    def neither() -> None:
+        for _ in range(2):
+            fn(x)
+
+    times: dict[Any, list[float]] = {both: [], neither: []}
+    for _ in range(500):
+        for run, measured in times.items():
+            start = time.perf_counter()
+            run()
+            measured.append(time.perf_counter() - start)
+    extra = statistics.median(times[both]) - statistics.median(times[neither])
+    print(
+        f"selective checkpointing: {1e6 * extra / (2 * count.total):.0f} microseconds an operation, in forward and in recompute"
+    )
+
+
+class Counted(TorchDispatchMode):
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.total += 1
+        return func(*args, **(kwargs or {}))
+
+
 def course() -> None:
     """Bytes over a step."""
     blocks, x, plans = pairs(SIZE), example(SIZE), []
@@ -143,6 +182,7 @@ def main() -> None:
         print(f"| {row['name']} | {limit} | {row['peak'] / MIB:.1f} | {row['flops']:.3f} | {row['time']:.2f} |")
     print()
     course()
+    dispatch()
     draw(rows)
     return None
 

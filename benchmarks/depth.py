@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from benchmarks.cases import CONTESTANTS, SIZES, pairs
-from benchmarks.run import example, step
+from retrograd.bench.cases import CONTESTANTS, SIZES, pairs
+from retrograd.bench.steps import example, step
 from retrograd.measure import activation_bytes
 
 

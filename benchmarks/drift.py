@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import retrograd as rg
-from benchmarks.cases import Attention, FeedForward
+from retrograd.bench.cases import Attention, FeedForward
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 

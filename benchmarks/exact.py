@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import retrograd as rg
-from benchmarks.cases import SIZES, pairs
-from benchmarks.run import example, seconds, step
+from retrograd.bench.cases import SIZES, pairs
+from retrograd.bench.steps import example, seconds, step
 from retrograd.core.program import Run
 from retrograd.measure import activation_bytes
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.cases import SIZES, contestants, pairs
-from benchmarks.run import example
+from retrograd.bench.cases import SIZES, contestants, pairs
+from retrograd.bench.steps import example
 from retrograd.core import replay, tape, walk
 
 

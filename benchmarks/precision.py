@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograd as rg
-from benchmarks.cases import Attention, FeedForward
+from retrograd.bench.cases import Attention, FeedForward
 
 COUPLINGS: dict[str, Any] = {"Additive()": rg.Additive(), "Affine()": rg.Affine(), "Momentum(0.9)": rg.Momentum(0.9)}
 STREAMS: dict[str, Any] = {"Duplicate()": rg.Duplicate(), "Split()": rg.Split(), "AtRest()": rg.AtRest()}

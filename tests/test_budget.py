@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import retrograd as rg
-from benchmarks.cases import Attention, FeedForward, Plain, Size, checkpoint, pairs
-from benchmarks.run import example, flops, step
 from retrograd import budget as planning
+from retrograd.bench.cases import SIZES, Attention, FeedForward, Plain, checkpoint, pairs
+from retrograd.bench.steps import example, flops, step
 from retrograd.core.memory import Choice, Plan, block_starts
 from retrograd.core.walk import Walk
 from retrograd.measure import LiveBytes, activation_bytes
@@ -44,7 +44,7 @@ def input_gradient(network, x):
 
 
 def test_the_line_between_time_and_memory():
-    size = Size("shown", blocks=24, width=128, batch=4, tokens=256)
+    size = SIZES["shown"]
     blocks, x = pairs(size), example(size)
     plain, checkpointed = Plain(copy.deepcopy(blocks)), Plain(copy.deepcopy(blocks), checkpoint)
     most, of_plain, expected = needed(plain, x), flops(plain, x), input_gradient(plain, x)

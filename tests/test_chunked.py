@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import retrograd as rg
-from benchmarks.cases import Attention, FeedForward
+from retrograd.bench.cases import Attention, FeedForward
 from retrograd.measure import LiveBytes
 from tests import zoo
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import retrograd as rg
-from benchmarks.cases import Attention, FeedForward
+from retrograd.bench.cases import Attention, FeedForward
 from retrograd.core import waypoints
 from retrograd.core.walk import Walk
 

@@ -79,8 +79,16 @@ def test_blocks_are_pairs_of_functions(blocks, error, message):
     [
         (lambda: stack_of(torch.sin, coupling=rg.Additive), TypeError, "coupling is the class Additive"),
         (lambda: stack_of(torch.sin, coupling=3), TypeError, "coupling is 3, without forward and inverse"),
-        (lambda: stack_of(torch.sin, memory=rg.Keep), TypeError, r"pass rg.Reverse\(\) or rg.Keep\(\)"),
-        (lambda: stack_of(torch.sin, memory="reverse"), TypeError, r"pass rg.Reverse\(\) or rg.Keep\(\)"),
+        (
+            lambda: stack_of(torch.sin, memory=rg.Keep),
+            TypeError,
+            r"pass rg.Reverse\(\), rg.Budget\(...\), rg.Anchor\(...\) or rg.Keep\(\)",
+        ),
+        (
+            lambda: stack_of(torch.sin, memory="reverse"),
+            TypeError,
+            r"pass rg.Reverse\(\), rg.Budget\(...\), rg.Anchor\(...\) or rg.Keep\(\)",
+        ),
         (lambda: stack_of(torch.sin, streams="split"), TypeError, r"pass rg.Duplicate\(\), rg.Split\(\)"),
         (lambda: rg.Duplicate("max"), ValueError, 'merge must be "mean" or "sum"'),
         (lambda: rg.Momentum(1.0), ValueError, "strictly between 0 and 1"),
@@ -98,7 +106,9 @@ def test_wrong_options(make, error, message):
 def test_memory_is_checked_again_when_it_is_assigned():
     stack = stack_of(nn.Linear(4, 4))
     stack.memory = rg.Keep
-    with pytest.raises(TypeError, match=r"memory is the class Keep: pass rg.Reverse\(\) or rg.Keep\(\)"):
+    with pytest.raises(
+        TypeError, match=r"memory is the class Keep: pass rg.Reverse\(\), rg.Budget\(...\), rg.Anchor\(...\) or rg.Keep\(\)"
+    ):
         stack(torch.zeros(2, 4))
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import retrograd as rg
-from benchmarks.cases import Attention
+from retrograd.bench.cases import Attention
 from retrograd.core.exact import Precision
 from tests import processes, test_compat_parity, zoo
 

@@ -1,6 +1,4 @@
-"""Measure a training step of each contestant, interleaved in one process; print a table and write JSON lines.
-
-    python -m benchmarks.run [--size large tiny] [--rounds 15] [--out benchmarks/results/step.jsonl]
+"""Measuring a training step of each contestant, in turn, in one process. Rows of figures, and nothing else.
 
 Bytes and FLOPs are exact. Times are not, on a shared machine: they are medians, given as ratios to plain autograd, of steps
 that were run in turn, so that whatever slows one down slows down all.
@@ -8,17 +6,18 @@ that were run in turn, so that whatever slows one down slows down all.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Collection
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cases import SIZES, Size, contestants
+import retrograd as rg
+from retrograd.bench.cases import Size, contestants
 from retrograd.measure import Flops, activation_bytes
 
 
@@ -49,6 +48,7 @@ def difference(network: nn.Module, reference: nn.Module, x: Tensor) -> float:
     """The largest difference between the input gradients of two networks, relative to the largest gradient."""
     gradients = []
     for net in (reference, network):
+        net.zero_grad(set_to_none=True)
         x.grad = None
         step(net, x)
         assert x.grad is not None
@@ -57,23 +57,36 @@ def difference(network: nn.Module, reference: nn.Module, x: Tensor) -> float:
     return ((expected - got).abs().max() / expected.abs().max()).item()
 
 
-def measure(size: Size, rounds: int) -> list[dict[str, object]]:
-    x, networks = example(size), contestants(size)
+def fits(network: nn.Module, x: Tensor) -> bool:
+    """Whether it can run at all: a small network may need more than a small budget."""
+    try:
+        step(network, x)
+    except rg.BudgetError:
+        return False
+    return True
+
+
+def measure(size: Size, rounds: int, names: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """A row for each contestant that is installed, or for those named. Plain autograd always takes part: ratios are to it."""
+    x, networks = example(size), contestants(size, names)
+    networks = {name: network for name, network in networks.items() if fits(network, x)}
     times: dict[str, list[float]] = {name: [] for name in networks}
-    for i in range(rounds + 2):
+    for i in range(rounds + 2):  # the first two warm up
         for name, network in networks.items():
             t = seconds(network, x)
             if i >= 2:
                 times[name].append(t)
     plain_flops = flops(networks["plain"], x)
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     for name, network in networks.items():
         ratios = [a / b for a, b in zip(times[name], times["plain"])]
+        network.zero_grad(set_to_none=True)
+        bytes_ = activation_bytes(lambda: step(network, x), [*network.parameters(), x])  # noqa: B023
         rows.append(
             {
-                "size": size.name,
+                **asdict(size),
                 "contestant": name,
-                "activation_bytes": activation_bytes(lambda: step(network, x), [*network.parameters(), x]),  # noqa: B023
+                "activation_bytes": bytes_,
                 "flops_ratio": round(flops(network, x) / plain_flops, 4),
                 "time_ratio": round(statistics.median(ratios), 3),
                 "milliseconds": round(1e3 * statistics.median(times[name]), 2),
@@ -84,41 +97,3 @@ def measure(size: Size, rounds: int) -> list[dict[str, object]]:
             }
         )
     return rows
-
-
-def table(rows: list[dict[str, object]], size: Size) -> str:
-    shape = f"{size.blocks} blocks, width {size.width}, {size.batch} x {size.tokens} tokens"
-    lines = [
-        f"{size.name}: {shape}",
-        "| | activations, MiB | FLOPs | time | input gradient differs by |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        mib = f"{row['activation_bytes'] / 2**20:.1f}"  # type: ignore[operator]
-        ratios = f"{row['flops_ratio']:.3f} | {row['time_ratio']:.2f}"
-        lines.append(f"| {row['contestant']} | {mib} | {ratios} | {row['gradient_difference']:.0e} |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", nargs="+", choices=sorted(SIZES), default=list(SIZES), help="which networks")
-    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each contestant")
-    parser.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results/step.jsonl"), help="where the rows go, as JSON lines"
-    )
-    arguments = parser.parse_args()
-    if arguments.out.is_dir():  # before minutes of measuring, not after
-        parser.error(f"--out {arguments.out} is a folder; name a file in it")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for name in arguments.size:
-        measured = measure(SIZES[name], arguments.rounds)
-        print(table(measured, SIZES[name]), end="\n\n", flush=True)
-        rows += measured
-    arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{len(rows)} rows in {arguments.out}")
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ class Size:
 
 SIZES = {
     "large": Size("large", blocks=8, width=256, batch=2, tokens=512),
+    "shown": Size("shown", blocks=24, width=128, batch=4, tokens=256),
     "tiny": Size("tiny", blocks=24, width=64, batch=2, tokens=64),
 }
 
@@ -109,6 +110,9 @@ CONTESTANTS: dict[str, Callable[[list[tuple[nn.Module, nn.Module]]], nn.Module]]
     "checkpoint": lambda blocks: Plain(blocks, checkpoint),
     "retrograd": lambda blocks: rg.ReversibleSequence(blocks, streams=rg.Split()),
     "retrograd, exact": lambda blocks: rg.ReversibleSequence(blocks, streams=rg.Split(), exact=True),
+    "retrograd, 12.5%": lambda blocks: rg.ReversibleSequence(blocks, streams=rg.Split(), memory=rg.Budget("12.5%")),
+    "retrograd, 25%": lambda blocks: rg.ReversibleSequence(blocks, streams=rg.Split(), memory=rg.Budget("25%")),
+    "retrograd, 50%": lambda blocks: rg.ReversibleSequence(blocks, streams=rg.Split(), memory=rg.Budget("50%")),
     "reformer-pytorch": _reformer,
     "revtorch": _revtorch,
     "revlib": _revlib,
@@ -116,10 +120,12 @@ CONTESTANTS: dict[str, Callable[[list[tuple[nn.Module, nn.Module]]], nn.Module]]
 }
 
 
-def contestants(size: Size) -> dict[str, nn.Module]:
-    """A network for each contestant that can be imported, all with equal weights."""
+def contestants(size: Size, names: Collection[str] | None = None) -> dict[str, nn.Module]:
+    """A network for each contestant that can be imported, all with equal weights; or for plain autograd and those named."""
     blocks, networks = pairs(size), {}
     for name, build in CONTESTANTS.items():
+        if names is not None and name not in names and name != "plain":
+            continue
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

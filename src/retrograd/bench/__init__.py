@@ -1,0 +1,1 @@
+"""`retrograd bench`: plain autograd, checkpointing, the peers that are installed, and retrograd, measured, stored and drawn."""

@@ -1,0 +1,88 @@
+"""The command line: `retrograd bench`. Errors of the user go to stderr in one line, with an exit code of 2."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="retrograd", description="Train very deep networks without storing their activations.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_bench(commands)
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except _Mistake as mistake:
+        print(f"retrograd {options.command}: {mistake}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"retrograd {options.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+class _Mistake(Exception):
+    """Something that the user can put right; its text says how."""
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="time, memory and FLOPs of a step: plain autograd, checkpointing, peers that are installed, retrograd",
+        description="Measures a training step of a reversible transformer as run by plain autograd, by torch.utils.checkpoint "
+        "per block, by every reversible library that is installed, and by retrograd with and without a budget, all in one "
+        "process and in turn. Rows go to OUT/steps.jsonl as JSON lines, pictures beside them: memory.svg (against depth), "
+        "frontier.svg (time against memory).",
+    )
+    bench.add_argument("--quick", action="store_true", help="small networks and few rounds: under a minute")
+    bench.add_argument("--rounds", type=int, help="timed steps of each contestant (15; 3 with --quick)")
+    bench.add_argument("--contestants", nargs="+", metavar="NAME", help="only these, and plain autograd")
+    bench.add_argument(
+        "--sizes", nargs="+", metavar="NAME", help="only sizes of these names: large, shown, tiny, depth, width, length"
+    )
+    bench.add_argument("--draw-only", action="store_true", help="draw the rows of OUT/steps.jsonl again")
+    bench.add_argument("--out", type=Path, default=Path("bench"), help="the folder for rows and pictures (bench)")
+    bench.add_argument("--json", action="store_true", help="print the rows as JSON lines when done, and nothing else")
+    bench.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from contextlib import nullcontext, redirect_stdout
+
+    from retrograd.bench import cases, matrix
+
+    steps = options.out / "steps.jsonl"
+    if options.out.exists() and not options.out.is_dir():  # before minutes of measuring, not after
+        raise _Mistake(f"--out {options.out} is a file; name a folder.")
+    unknown = set(options.contestants or ()) - cases.CONTESTANTS.keys()
+    if unknown:
+        raise _Mistake(f"no contestant {', '.join(sorted(unknown))}; there are {', '.join(cases.CONTESTANTS)}.")
+    every = matrix.QUICK if options.quick else matrix.FULL
+    sizes = [size for size in every if options.sizes is None or size.name in options.sizes]
+    if not sizes:
+        raise _Mistake(f"no size {', '.join(options.sizes)}; there are {', '.join(dict.fromkeys(size.name for size in every))}.")
+    rounds = options.rounds if options.rounds is not None else 3 if options.quick else 15
+    if rounds < 1:
+        raise _Mistake(f"--rounds {rounds}: one at least.")
+    if options.draw_only:
+        if not steps.exists():
+            raise _Mistake(f"--draw-only: there is no {steps}; measure first.")
+        rows = matrix.read(steps)
+    else:
+        with redirect_stdout(sys.stderr) if options.json else nullcontext():
+            rows = list(matrix.run(sizes, rounds, options.contestants))
+        matrix.write(rows, steps)
+    try:
+        pictures = matrix.draw(rows, options.out)
+    except ImportError:
+        pictures = []
+        print("no pictures: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+    if options.json:
+        print("\n".join(json.dumps(row) for row in rows))
+    else:
+        print(f"{len(rows)} rows in {steps}" + "".join(f", {path}" for path in pictures))
+    return 0
