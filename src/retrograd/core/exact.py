@@ -15,6 +15,7 @@ no value leaves the grid's range; no memory but the rounded output itself. `docs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +65,16 @@ class Grid:
 
     def round(self, out: Tensor, dtype: torch.dtype) -> Tensor:
         """`out` in `dtype`, on the grid. With the gradient of the identity."""
+        return self.rounded(out, dtype, _Round.apply)
+
+    def rounded(self, out: Tensor, dtype: torch.dtype, to_multiples: Callable[..., Any] | None = None) -> Tensor:
+        """The same without a gradient."""
         if dtype.is_complex:
-            return torch.view_as_complex(self.round(torch.view_as_real(out.to(dtype).resolve_conj()), dtype.to_real()))
+            parts = torch.view_as_real(out.to(dtype).resolve_conj())
+            return torch.view_as_complex(self.rounded(parts, dtype.to_real(), to_multiples))
         if not dtype.is_floating_point:
             return out  # whole numbers add exactly as they are
-        return _Round.apply(out.to(dtype), 2.0 ** self.bits_of(dtype))  # type: ignore[return-value]
+        return (to_multiples or _Round.forward)(out.to(dtype), 2.0 ** self.bits_of(dtype))
 
 
 class _Round(torch.autograd.Function):
@@ -101,10 +107,10 @@ class OnGrid(Additive):
         return x + self.grid.round(out, x.dtype)
 
     def inverse(self, y: Tensor, out: Tensor) -> Tensor:
-        return y - self.grid.round(out, y.dtype)
+        return y - self.grid.rounded(out, y.dtype)
 
     def inverse_(self, y: Tensor, out: Tensor) -> Tensor:  # type: ignore[override]
-        return y.sub_(self.grid.round(out, y.dtype))
+        return y.sub_(self.grid.rounded(out, y.dtype))
 
 
 class Precision:

@@ -138,9 +138,10 @@ class Tape(Run):
         if self.untried and id(step.coupling) in self.untried:
             self.untried.remove(id(step.coupling))
             self.try_coupling(step, parts, updated)
-        strides = list(map(stride_of, target))
-        record.strides = None if strides == list(map(stride_of, updated)) else strides
-        for x, outs in zip(target, parts):
+        record.strides = None
+        for x, y, outs in zip(target, updated, parts):
+            if x.stride() != y.stride():
+                record.strides = list(map(stride_of, target))
             for out in outs:
                 if out.dtype != x.dtype:
                     self.waypoints.saw(out.dtype)

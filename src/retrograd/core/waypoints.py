@@ -27,6 +27,7 @@ from retrograd.core.program import Program, State, place
 from retrograd.core.replay import Backstage
 
 PLACES = 8
+Samples = dict[str, list[Any]]  # of each leaf of each stream: see `sample`
 
 
 class Waypoints:
@@ -39,10 +40,10 @@ class Waypoints:
         self.backstage = backstage
         stride = max(-(-len(program) // PLACES), 1)
         self.at = range(0, len(program) if self.exact or self.drift != "ignore" else 0, stride)
-        self.seen: dict[int, State] = {}
-        self.end: State = {}
+        self.seen: dict[int, Samples] = {}
+        self.end: Samples = {}
         self.narrow = 0.0  # the largest epsilon of what functions compute in
-        self.found: list[tuple[int, str, Tensor]] = []  # by place and stream: rows of now, then and the end
+        self.found: list[tuple[int, Samples]] = []  # what the walk back saw, where nobody has looked at it yet
 
     def saw(self, dtype: torch.dtype | None) -> None:
         """A function computes in this dtype, or returned it."""
@@ -56,27 +57,25 @@ class Waypoints:
         """What the streams held where the walk begins."""
         self.end = samples(state) if self.seen else {}
 
-    @torch.no_grad()
     def compare(self, index: int, state: State) -> None:
         """The walk is before update `index`: warn or raise if it is not where forward was."""
-        arrived = samples(state)
-        for name, expected in self.seen[index].items():
-            for then, now, end in zip(expected, arrived[name], self.end[name]):
-                if (then.is_floating_point() or then.is_complex()) and then.numel() and not then.is_meta:
-                    rows = torch.stack((now, then, end))
-                    self.found.append((index, name, torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows))
+        self.found.append((index, samples(state)))
         # An accelerator is waited for only once, in the end.
-        if index == 0 or all(rows.is_cpu for *_, rows in self.found):
+        if index == 0 or all(leaf.is_cpu for leaves in state.values() for leaf in leaves):
             found, self.found = self.found, []
-            for place_and_stream in found:
-                self.judge(*place_and_stream)
+            for place_found, now in found:
+                for name, expected in self.seen[place_found].items():
+                    for leaf, *rows in zip(state[name], now[name], expected, self.end[name]):
+                        if rows[0] is not None:
+                            self.judge(place_found, name, leaf.dtype.to_real(), *map(values, rows))
 
-    def judge(self, index: int, stream: str, rows: Tensor) -> None:
-        now, then, end = rows.tolist()
+    def judge(self, index: int, stream: str, dtype: torch.dtype, now: list[Any], then: list[Any], end: list[Any]) -> None:
+        if now == then:
+            return
         # What became infinite in forward cannot be undone; plain autograd has no use for it either.
-        error = max((abs(a - b) for a, b in zip(now, then) if isfinite(a - b)), default=0.0)
-        scale = max((abs(value) for value in then + end if isfinite(value)), default=0.0)
-        where, epsilon = place(self.program, index), max(self.narrow, torch.finfo(rows.dtype).eps)
+        error: float = max([off for off in [abs(a - b) for a, b in zip(now, then)] if isfinite(off)], default=0.0)
+        scale: float = max([size for size in map(abs, then + end) if isfinite(size)], default=0.0)
+        where, epsilon = place(self.program, index), max(self.narrow, torch.finfo(dtype).eps)
         expected = min(epsilon**0.5, 0.03)
         if self.exact:
             if error:
@@ -91,16 +90,27 @@ class Waypoints:
             warnings.warn(str(drifted), errors.DriftWarning, stacklevel=2)
 
 
-def samples(state: State) -> State:
-    return {name: tuple([sample(leaf.detach()) for leaf in leaves]) for name, leaves in state.items()}
+def samples(state: State) -> Samples:
+    return {name: [sample(leaf.detach()) for leaf in leaves] for name, leaves in state.items()}
 
 
-def sample(leaf: Tensor) -> Tensor:
-    """Sixteen elements of a tensor, or all of a smaller one, without copying the rest. The same ones whatever its strides."""
+def sample(leaf: Tensor) -> Any:
+    """Sixteen elements of a tensor, or all of a smaller one: the same ones whatever its strides. None if it has none to show.
+
+    Numbers, of a tensor on the CPU; elsewhere a small tensor, because looking at it would wait for the device.
+    """
     if type(leaf) is not Tensor:  # of a sharded one, the part that is here
         local: Any = leaf
         leaf = local.to_local() if hasattr(local, "to_local") else leaf.as_subclass(Tensor)
+    if not (leaf.is_floating_point() or leaf.is_complex()) or not leaf.numel() or leaf.is_meta:
+        return None
     count, step = min(leaf.numel(), 16), max(leaf.numel() // 16, 1)
     if leaf.is_contiguous():
-        return leaf.as_strided((count,), (step,)).clone()
-    return leaf[torch.unravel_index(torch.arange(count, device=leaf.device) * step, leaf.shape)]
+        picked = leaf.as_strided((count,), (step,))
+    else:
+        picked = leaf[torch.unravel_index(torch.arange(count, device=leaf.device) * step, leaf.shape)]
+    return picked.tolist() if type(picked) is Tensor and picked.is_cpu else picked.clone()
+
+
+def values(sampled: Any) -> list[Any]:
+    return sampled if isinstance(sampled, list) else sampled.tolist()
