@@ -268,6 +268,45 @@ def test_functions_that_catch_exceptions_are_stopped_all_the_same():
     torch.testing.assert_close(*grads)
 
 
+class InPlace(nn.Module):
+    """What a product made is written to at once: it cannot be kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu_())
+
+
+@pytest.mark.parametrize("share", ["40%", "60%", "80%"])
+def test_products_that_are_edited_in_place(share):
+    torch.manual_seed(0)
+    stack, x = rg.ReversibleSequence([(InPlace(), InPlace()) for _ in range(8)], memory=rg.Budget(share)), torch.randn(64, 8)
+    twin = copy.deepcopy(stack)
+    twin.memory = rg.Keep()
+    for _ in range(3):
+        got, expected = (torch.autograd.grad(net(x).square().sum(), list(net.parameters())) for net in (stack, twin))
+        assert zoo.worst(list(got), list(expected)) < 1e-4
+    (profile,) = stack._backstage.profiles.values()
+    first = [operation for operation in profile.updates[0].operations if "addmm" in str(operation.name)]
+    assert [operation.counted for operation in first] == [False, True]
+
+
+def test_an_edit_of_an_output_that_is_kept_is_noticed():
+    class Shows(nn.Linear):
+        def forward(self, x):
+            y = super().forward(super().forward(x))
+            return rg.WithAux(y, y)
+
+    stack = rg.ReversibleSequence([(Shows(4, 4), nn.Linear(4, 4)) for _ in range(3)], memory=Fixed(Choice(output=True)))
+    y, aux = stack(torch.randn(2, 4))
+    with torch.no_grad():
+        aux[1].mul_(2)
+    with pytest.raises(rg.RetrogradError, match="an output that was kept"):
+        y.sum().backward()
+
+
 def test_frozen_functions_run_once_if_their_output_is_kept():
     class Counted(nn.Linear):
         calls = 0

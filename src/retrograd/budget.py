@@ -59,7 +59,7 @@ class Operation(NamedTuple):
     bytes: int  # of what it made
     gradients: int  # bytes of the gradients of what it read and of what it made
     saves_before: int  # how many tensors autograd had saved when it began
-    counted: bool  # has a formula for its FLOPs: one of the expensive kinds
+    counted: bool  # has a formula for its FLOPs: one of the expensive kinds; and what it made was not written to
     made: frozenset[int]  # which memory
 
 
@@ -90,10 +90,13 @@ class _Watch(LiveBytes):
         self.frame = frame
         self.parameters = {storage_of(local(p)) for p in parameters}
         self.calls: dict[Any, int] = {}
+        self.edited: set[int] = set()  # memory that was written to again: selective checkpointing cannot keep that
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         saves, before = len(self.frame.store), self.now
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func._schema.is_mutable:
+            self.edited |= set(map(storage_of, _tensors((*args[:1], *(kwargs or {}).values()))))
         number = self.calls[func] = self.calls.get(func, -1) + 1
         made = sum(t.untyped_storage().nbytes() for t in _tensors(result)) if self.now != before else 0
         flops = _flops(func, args, kwargs or {}, result)
@@ -144,7 +147,9 @@ class Profile:
     def watch(self, index: int, frame: Any, parameters: Sequence[Any]) -> Iterator[None]:
         with _Watch(self.updates[index], frame, parameters) as live:
             yield
-        self.updates[index].forward = live.peak
+        measured = self.updates[index]
+        measured.forward = live.peak
+        measured.operations = [o._replace(counted=o.counted and not o.made & live.edited) for o in measured.operations]
 
     def note(
         self, index: int, saved: Sequence[Any], by_fn: int, parts: Any, parameters: Sequence[Any], streams: Sequence[Any]

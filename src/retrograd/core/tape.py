@@ -79,9 +79,8 @@ class Tape(Run):
                     if not torch.equal(after.detach(), before.detach().to(after.dtype)):
                         where = f"before update {self.index} of {len(self.program)},"
                         raise errors.replaced_stream(where, name, describe(before), f"another {describe(after)}")
-            self.backstage.trusts_casts = (
-                True  # a hook does what it did the first time; to look each time would wait for a device
-            )
+            # A hook does what it did the first time; to look each time would wait for a device.
+            self.backstage.trusts_casts = True
 
     def resume(self, state: State) -> None:
         for name, leaves in state.items():
@@ -157,7 +156,7 @@ class Tape(Run):
         elif choice.output:
             kept = [tuple(o.detach() for o in outs) for outs in parts]
             if saved:
-                frame.output = kept
+                frame.output, frame.output_versions = kept, [o._version for outs in kept for o in outs]
             else:
                 record.kept = kept  # no one will hold the frame
         if plan.watcher is not None:

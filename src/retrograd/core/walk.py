@@ -54,7 +54,7 @@ class Record:
 class Frame:
     """The hooks of one update in forward. The graph holds it; as long as it lives, backward may still ask."""
 
-    __slots__ = ("__weakref__", "index", "kept", "output", "reuse", "store", "streams", "versions", "walk")
+    __slots__ = ("__weakref__", "index", "kept", "output", "output_versions", "reuse", "store", "streams", "versions", "walk")
 
     def __init__(self, walk: Walk, index: int) -> None:
         self.walk = walk
@@ -64,6 +64,7 @@ class Frame:
         self.versions: list[int] | None = None  # theirs; set in backward
         # What the plan keeps, here and not in the record, because frames go as backward goes: see `memory.Choice`.
         self.output: Parts | None = None
+        self.output_versions: list[int] = []
         self.reuse: Any = None  # a context in which kept operations do not run again
         self.streams: State | None = None
 
@@ -256,6 +257,8 @@ class Walk:
                     self.compare(index, recount, then if len(then) == by_fn else then[:by_fn])
                     fitted = None if may_stop else fit(output, self.program, index, state[target], self.specs[target])[0]
                     parts: Any = frame.output if frame is not None and may_stop else fitted
+                    if may_stop and parts and [o._version for outs in parts for o in outs] != frame.output_versions:  # type: ignore[union-attr]
+                        raise errors.edited_output(f"backward through {place(self.program, index)}", "an output that was kept")
                     del output
                     if len(then) > by_fn:  # the coupling saves tensors too, and needs its target
                         if undo:
