@@ -232,6 +232,17 @@ def test_exact(choice):
         assert all(map(torch.equal, got, grads[0]))
 
 
+def test_exact_under_a_budget():
+    torch.manual_seed(0)
+    stack = rg.ReversibleSequence([(Attention(16, 2), Dropping(16)) for _ in range(12)], exact=True)
+    x, grads = torch.randn(2, 32, 16, requires_grad=True), []
+    for stack.memory in (rg.Keep(), *[rg.Budget("30%")] * 3, *[rg.Budget("70%")] * 2):
+        torch.manual_seed(1)
+        grads.append(torch.autograd.grad(stack(x).square().sum(), [x, *stack.parameters()]))
+    for got in grads[1:]:
+        assert all(map(torch.equal, got, grads[0]))
+
+
 def test_a_recompute_that_stops_early_leaves_nothing_behind():
     """Not in the buffers, the random state, the grad mode, nor in modules that count."""
 
