@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import retrograd as rg
 from benchmarks.drift import FIGURES
 from retrograd.bench.cases import SIZES, Attention, FeedForward, Plain, pairs
 from retrograd.bench.steps import example, flops, seconds, step
-from retrograd.core.tape import policy
+from retrograd.core.operations import KeepOperations, ReuseOperations
 from retrograd.measure import activation_bytes
 
 SIZE = SIZES["shown"]
@@ -99,15 +99,14 @@ def draw(rows: list[dict[str, Any]]) -> None:
 
 
 def dispatch() -> None:
-    """What selective checkpointing costs for each operation, where there is next to nothing to compute."""
+    """What looking at each operation costs, where there is next to nothing to compute."""
     fn, x = Attention(8, 2), torch.randn(1, 4, 8, requires_grad=True)
     count = Counted()
     with count:
         fn(x)
 
     def both() -> None:
-        keep, reuse = create_selective_checkpoint_contexts(policy(frozenset()))
-        for context in (keep, reuse):
+        for context in (KeepOperations(frozenset()), ReuseOperations({})):
             with context:
                 fn(x)
 
@@ -122,9 +121,7 @@ def dispatch() -> None:
             run()
             measured.append(time.perf_counter() - start)
     extra = statistics.median(times[both]) - statistics.median(times[neither])
-    print(
-        f"selective checkpointing: {1e6 * extra / (2 * count.total):.0f} microseconds an operation, in forward and in recompute"
-    )
+    print(f"looking at operations: {1e6 * extra / (2 * count.total):.0f} microseconds an operation, in forward and in recompute")
 
 
 class Counted(TorchDispatchMode):

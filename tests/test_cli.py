@@ -51,6 +51,7 @@ def test_bench_measures_stores_and_draws(tiny, tmp_path, capsys):
     ("arguments", "text"),
     [
         (["--out", "{file}"], "is a file; name a folder"),
+        (["--out", "{file}/inside"], "is a file; name a folder"),
         (["--draw-only", "--out", "{folder}"], "measure first"),
         (["--contestants", "nobody"], "no contestant nobody; there are plain, checkpoint"),
         (["--sizes", "huge"], "no size huge; there are"),
@@ -65,6 +66,14 @@ def test_mistakes_are_told_in_one_line(arguments, text, tmp_path, capsys):
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1
     assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("rows", ['{"a": 1', '{"a": 1}', "", None])
+def test_rows_that_cannot_be_read(rows, tmp_path, capsys):
+    steps = tmp_path / "steps.jsonl"
+    steps.mkdir() if rows is None else steps.write_text(rows)
+    assert cli.main(["bench", "--draw-only", "--out", str(tmp_path)]) == 2
+    assert "measure first" in capsys.readouterr().err
 
 
 def test_as_a_program():

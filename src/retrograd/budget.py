@@ -5,7 +5,7 @@ and what autograd saves of it. From that, a plan for all later calls. Three thin
 
 - a function's *output*: then its recompute may stop as soon as everything that autograd saved is there again, before the last
   product; undoing it needs the output, and here it is;
-- outputs of *operations* inside it: they are not run again (by torch's selective checkpointing, which costs some time itself);
+- outputs of *operations* inside it: they are not run again (looking at each operation costs some time itself);
 - *everything*, for the last updates of the program: they run as plain autograd.
 
 What is kept for update i is there until backward gets to i, and parameter gradients come into being on the way: the limit holds
@@ -38,7 +38,7 @@ from retrograd.measure import LiveBytes
 SPEED = {"cpu": (1e11, 1e10), "cuda": (1e14, 1e12)}
 REMEMBERED = 64  # profiles: shapes of input that a stack knows at a time
 MIB = 2**20
-# Seconds that an operation costs more while selective checkpointing looks at it: 2.5e-5 on a CPU of 2023, and some more, because
+# Seconds that an operation costs more while `core.operations` looks at it: COST on a CPU of 2023, and some more, because
 # what needs no such help is to be preferred where the two come close.
 DISPATCH = 4e-5
 
@@ -90,11 +90,13 @@ class _Watch(LiveBytes):
         self.frame = frame
         self.parameters = {storage_of(local(p)) for p in parameters}
         self.calls: dict[Any, int] = {}
-        self.edited: set[int] = set()  # memory that was written to again: selective checkpointing cannot keep that
+        self.edited: set[int] = set()  # memory that was written to again, and so cannot be kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        saves, before = len(self.frame.store), self.now
+        saves, before, random = len(self.frame.store), self.now, torch.get_rng_state()
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        # One that draws must run again: whatever draws after it would draw something else.
+        draws = torch.Tag.nondeterministic_seeded in func.tags or not torch.equal(torch.get_rng_state(), random)
         if func._schema.is_mutable:
             self.edited |= set(map(storage_of, _tensors((*args[:1], *(kwargs or {}).values()))))
         number = self.calls[func] = self.calls.get(func, -1) + 1
@@ -109,7 +111,9 @@ class _Watch(LiveBytes):
         given = [t for t in inputs if t.is_floating_point() and storage_of(t) not in self.parameters] if made else []
         gradients = sum(t.nbytes for t in given + outputs) if made else 0
         memory = frozenset(map(storage_of, outputs)) if made else frozenset()
-        self.measured.operations.append(Operation(func, number, seconds, made, gradients, saves, flops is not None, memory))
+        self.measured.operations.append(
+            Operation(func, number, seconds, made, gradients, saves, flops is not None and not draws, memory)
+        )
         return result
 
 
@@ -156,7 +160,8 @@ class Profile:
     ) -> None:
         measured = self.updates[index]
         measured.saves, measured.coupling_saves = by_fn, by_fn < len(saved)
-        activations = [None if isinstance(tensor, torch.nn.Parameter) else tensor for tensor in saved]
+        weights = {storage_of(local(parameter)) for parameter in parameters}  # `Linear` saves a view of its weight
+        activations = [None if storage_of(tensor) in weights else tensor for tensor in saved]
         measured.saved = distinct_bytes(activations)
         measured.output = distinct_bytes(tensor for outputs in parts for tensor in outputs)
         # Backward frees what an operation saved when it is through with it. The streams are there anyway, and so are their
@@ -216,16 +221,19 @@ class Profile:
         """Buy what saves most time a byte, as long as there is room at every update from there on; late updates first."""
         n, needs = len(self.updates), self.needs(fresh)
         limit = budget.bytes_of(self.plain(fresh))
+        if not any(measured.saves for measured in self.updates):  # nothing will ever be rebuilt
+            return Plan(n, n)
         if limit < max(needs, default=0):
             raise BudgetError(too_small(budget, limit, max(needs), self.plain(fresh), fresh))
         room = torch.tensor([limit - need for need in needs])
         ways = [levels(measured) for measured in self.updates]
         has = [way[0] for way in ways]
         kept = n  # where the cut is: from there on, everything
-        heap: list[tuple[float, int, Level, Level]] = []
+        heap: list[tuple[float, int, int, Level, Level]] = []
+        number = itertools.count()  # levels have no order
 
         def offer(u: int, after: Level) -> None:
-            heapq.heappush(heap, (-_value(has[u], after), -u, has[u], after))
+            heapq.heappush(heap, (-_value(has[u], after), -u, next(number), has[u], after))
 
         for u in range(n):
             if len(ways[u]) > 1:
@@ -233,7 +241,7 @@ class Profile:
         if n:
             offer(n - 1, everything(self.updates[-1]))
         while heap:
-            _, u, before, after = heapq.heappop(heap)
+            _, u, _, before, after = heapq.heappop(heap)
             u = -u
             if before is not has[u]:  # it has got another since
                 if after.choice is None:
@@ -257,11 +265,18 @@ class Profile:
 
 def too_small(budget: Budget, limit: int, floor: int, plain: int, fresh: bool) -> str:
     return (
-        f"{budget!r}: {limit / MIB:.2f} MiB are less than the {floor / MIB:.2f} MiB that this stack needs in any case, for its "
-        f"streams and one update at a time{'' if fresh else ', while gradients are accumulated'} (plain autograd: "
-        f"{plain / MIB:.2f} MiB).\n"
-        f'  Fix: rg.Budget("{math.ceil(floor / MIB * 10) / 10} MiB") or more; rg.Chunked makes a token-wise function smaller.'
+        f"{budget!r}: {human(limit)} are less than the {human(floor)} that this stack needs in any case, for its streams and one "
+        f"update at a time{'' if fresh else ', while gradients are accumulated'} (plain autograd: {human(plain)}).\n"
+        f'  Fix: rg.Budget("{human(floor * 1.05)}") or more; rg.Chunked makes a token-wise function smaller.'
     )
+
+
+def human(bytes_: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if bytes_ < 1024:
+            return f"{bytes_:.3g} {unit}"
+        bytes_ /= 1024
+    return f"{bytes_:.3g} GiB"
 
 
 def local(parameter: Any) -> Any:
@@ -318,13 +333,17 @@ class Budget:
             f'Budget({self.limit!r}): pass a number of bytes, a size such as "2 GiB", or a share of plain autograd such as "25%".'
         )
 
-    def plan(self, targets: Sequence[str], streams: Any, keywords: Any, module: Any) -> Plan:
+    def plan(self, targets: Sequence[str], streams: Any, keywords: Any, module: Any, program: Any) -> Plan:
         """The plan for a call of `module`; on the first one of its kind, to watch."""
         if surrounding_hooks():  # what surrounds us runs this forward again, and must find the same graph
             return Reverse(keep_last=False).plan(targets)
-        profiles = module._backstage.profiles
-        key = (*targets, module.training, *map(_signature, (streams, keywords)))
-        fresh = all(parameter.grad is None for parameter in module.parameters())
+        profiles, structure = module._backstage.profiles, module._backstage.structure
+        same = structure is not None and [fns[0] for fns in structure.functions] == [step.fn for step in program]
+        parameters = structure.parameters if same else list(module.parameters())  # those of the last call, if it was alike
+        functions = [(step.target, id(step.fn)) for step in program]
+        trained = sum(parameter.requires_grad for parameter in parameters)
+        key = (module.training, len(parameters), trained, *functions, *map(_signature, (streams, keywords)))
+        fresh = all(parameter.grad is None for parameter in parameters)
         if key not in profiles or not profiles[key].is_complete:
             while len(profiles) >= REMEMBERED:
                 profiles.pop(next(iter(profiles)))
@@ -334,10 +353,12 @@ class Budget:
 
 
 def _signature(value: Any) -> tuple[Any, ...]:
-    """What of a call decides what it needs: shapes, dtypes, and whether gradients are wanted."""
+    """What of a call decides what it needs: shapes, dtypes, whether gradients are wanted, autocast, and other arguments."""
     leaves = flatten(value)[0]
-    autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-    return autocast + tuple((t.shape, t.dtype, t.requires_grad) for t in leaves if isinstance(t, Tensor))
+    kinds = sorted({leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)} | {"cpu"})
+    autocast = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds if kind != "meta"]
+    other = [leaf if isinstance(leaf, (int, float, str, bool, type(None))) else None for leaf in leaves]
+    return (*autocast, *other, *((t.shape, t.dtype, t.requires_grad) for t in leaves if isinstance(t, Tensor)))
 
 
 # --- what is shown

@@ -42,7 +42,10 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("--rounds", type=int, help="timed steps of each contestant (15; 3 with --quick)")
     bench.add_argument("--contestants", nargs="+", metavar="NAME", help="only these, and plain autograd")
     bench.add_argument(
-        "--sizes", nargs="+", metavar="NAME", help="only sizes of these names: large, shown, tiny, depth, width, length"
+        "--sizes",
+        nargs="+",
+        metavar="NAME",
+        help="only sizes of these names: large, shown, tiny, depth, width, length; with --quick, depth",
     )
     bench.add_argument("--draw-only", action="store_true", help="draw the rows of OUT/steps.jsonl again")
     bench.add_argument("--out", type=Path, default=Path("bench"), help="the folder for rows and pictures (bench)")
@@ -56,8 +59,9 @@ def _bench(options: argparse.Namespace) -> int:
     from retrograd.bench import cases, matrix
 
     steps = options.out / "steps.jsonl"
-    if options.out.exists() and not options.out.is_dir():  # before minutes of measuring, not after
-        raise _Mistake(f"--out {options.out} is a file; name a folder.")
+    for folder in (options.out, *options.out.parents):  # before minutes of measuring, not after
+        if folder.exists() and not folder.is_dir():
+            raise _Mistake(f"--out {options.out}: {folder} is a file; name a folder.")
     unknown = set(options.contestants or ()) - cases.CONTESTANTS.keys()
     if unknown:
         raise _Mistake(f"no contestant {', '.join(sorted(unknown))}; there are {', '.join(cases.CONTESTANTS)}.")
@@ -69,9 +73,10 @@ def _bench(options: argparse.Namespace) -> int:
     if rounds < 1:
         raise _Mistake(f"--rounds {rounds}: one at least.")
     if options.draw_only:
-        if not steps.exists():
-            raise _Mistake(f"--draw-only: there is no {steps}; measure first.")
-        rows = matrix.read(steps)
+        try:
+            rows = matrix.read(steps)
+        except (OSError, ValueError, KeyError) as error:
+            raise _Mistake(f"--draw-only: there are no rows to be read in {steps} ({error}); measure first.") from error
     else:
         with redirect_stdout(sys.stderr) if options.json else nullcontext():
             rows = list(matrix.run(sizes, rounds, options.contestants))

@@ -94,7 +94,8 @@ class _Stack(nn.Module):
         finally:
             with torch.no_grad():
                 for buffer, before in buffers:
-                    buffer.copy_(before)
+                    if not torch.equal(buffer, before):  # a copy would count as an edit
+                        buffer.copy_(before)
         profile, program, plan = watched[0]
         if isinstance(memory, Budget):
             plan = profile.plan(memory, fresh=True)
@@ -437,7 +438,7 @@ def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> A
 @without_compiler
 def _recorded(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
     def new_run(module: Any, streams: dict[str, Any], keywords: dict[str, Any], program: list[Step]) -> Run:
-        plan = module.memory.plan([step.target for step in program], streams, keywords, module)
+        plan = module.memory.plan([step.target for step in program], streams, keywords, module, program)
         return Tape(streams, keywords, program, module.precision, plan, module._backstage)
 
     return forward(new_run, value, kwargs)

@@ -42,7 +42,14 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The rows of a file; `ValueError` or `KeyError` if it has others."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    if not rows:
+        raise ValueError("it is empty")
+    for row in rows:
+        for key in ("contestant", "blocks", "width", "batch", "tokens", "activation_bytes", "time_ratio"):
+            row[key]
+    return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:

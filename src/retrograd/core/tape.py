@@ -10,26 +10,24 @@ The last updates are *kept* (see `memory`): they run as plain autograd, and the 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from retrograd.core import errors
 from retrograd.core.exact import Precision
 from retrograd.core.memory import Choice, Plan, is_spare
+from retrograd.core.operations import KeepOperations
 from retrograd.core.private import pop_hooks, push_hooks, surrounding_hooks
 from retrograd.core.program import Parts, Program, Run, State, Step, call, couple, fit, place
 from retrograd.core.replay import Backstage, Scene, version_of
 from retrograd.core.streams import Leaves, describe
 from retrograd.core.updates import TRUSTED
-from retrograd.core.walk import Arguments, Frame, Record, Walk, aliases, meta
+from retrograd.core.walk import Arguments, Frame, Record, Walk, aliases, meta, versions_of
 from retrograd.core.waypoints import Waypoints
 
 stride_of = operator.methodcaller("stride")
@@ -112,7 +110,7 @@ class Tape(Run):
         choice = plan.choices.get(index, NOTHING)
         planned = bool(choice.operations) or plan.watcher is not None
         if choice.streams:
-            frame.streams = aliases(state)
+            frame.streams, frame.stream_versions = aliases(state), versions_of(state)
         record.dtypes = self.dtypes
         record.needs_grad = [leaf.requires_grad for leaf in leaves]
         record.versions, record.kept = scene.versions[cast.number], None
@@ -180,13 +178,12 @@ class Tape(Run):
 
     def call_as_planned(self, step: Step, reads: list[Any], frame: Frame) -> Any:
         """Run the function while someone watches, or keeping outputs of operations inside it."""
-        operations = self.plan.choices.get(self.index, NOTHING).operations
-        with contextlib.ExitStack() as stack:
-            if operations:
-                keep, frame.reuse = create_selective_checkpoint_contexts(policy(operations))
-                stack.enter_context(keep)
-            if self.plan.watcher is not None:
-                stack.enter_context(self.plan.watcher.watch(self.index, frame, self.scene.casts[self.index].parameters))
+        choice, watcher = self.plan.choices.get(self.index, NOTHING), self.plan.watcher
+        if watcher is not None:
+            with watcher.watch(self.index, frame, self.scene.casts[self.index].parameters):
+                return call(step, reads, self.keywords)
+        with KeepOperations(choice.operations) as keep:
+            frame.operations = keep.kept
             return call(step, reads, self.keywords)
 
     def can_spare(self) -> bool:
@@ -230,18 +227,7 @@ class Tape(Run):
                 raise errors.wrong_inverse(where, coupling, error / scale, limit, str(x.dtype).removeprefix("torch."))
 
 
-def policy(operations: frozenset[tuple[Any, int]]) -> Callable[..., CheckpointPolicy]:
-    """Save these: the n-th call of an operation, for each pair."""
-    calls: dict[Any, int] = {}
-
-    def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        number = calls[operation] = calls.get(operation, -1) + 1
-        return CheckpointPolicy.MUST_SAVE if (operation, number) in operations else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return decide
-
-
 def activation_bytes(saved: list[Tensor]) -> int:
-    """Bytes of distinct memory among saved tensors, parameters aside."""
-    storages = [tensor.untyped_storage() for tensor in saved if not isinstance(tensor, torch.nn.Parameter)]
+    """Bytes of distinct memory among saved tensors, parameters (and views of them) aside."""
+    storages = [t.untyped_storage() for t in saved if not isinstance(t if t._base is None else t._base, torch.nn.Parameter)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

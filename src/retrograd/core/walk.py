@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from retrograd.core import errors
+from retrograd.core.operations import ReuseOperations
 from retrograd.core.private import pop_hooks, push_hooks, set_grad_mode, storage_users
 from retrograd.core.program import Dtypes, Parts, Program, State, Step, call, couple, fit, place, read
 from retrograd.core.replay import Buffers, Scene, check_unedited, recomputing, version_of
@@ -54,7 +55,10 @@ class Record:
 class Frame:
     """The hooks of one update in forward. The graph holds it; as long as it lives, backward may still ask."""
 
-    __slots__ = ("__weakref__", "index", "kept", "output", "output_versions", "reuse", "store", "streams", "versions", "walk")
+    __slots__ = (
+        *("__weakref__", "index", "kept", "store", "versions", "walk"),
+        *("operations", "output", "output_versions", "stream_versions", "streams"),
+    )
 
     def __init__(self, walk: Walk, index: int) -> None:
         self.walk = walk
@@ -65,8 +69,9 @@ class Frame:
         # What the plan keeps, here and not in the record, because frames go as backward goes: see `memory.Choice`.
         self.output: Parts | None = None
         self.output_versions: list[int] = []
-        self.reuse: Any = None  # a context in which kept operations do not run again
+        self.operations: dict[Any, Any] = {}
         self.streams: State | None = None
+        self.stream_versions: list[int] = []
 
     def pack(self, tensor: Tensor) -> int:
         self.store.append(tensor)  # type: ignore[union-attr]
@@ -276,6 +281,8 @@ class Walk:
                 present.close()
             store, recount.store = recount.store, []  # they refer to the recomputed graph, and that to `recount`
         if undo and streams is not None:
+            if versions_of(streams) != frame.stream_versions:  # type: ignore[union-attr]
+                raise errors.edited_output(f"backward through {place(self.program, index)}", "a stream that was kept")
             self.state, self.at = aliases(streams), index
         elif undo and self.at != index:
             self.undo(step, index, parts)
@@ -296,10 +303,9 @@ class Walk:
             at += len(leaves)
         keywords = self.arguments.open() if step.keywords else {}
         try:
-            if frame is None or frame.reuse is None:
+            if frame is None or not frame.operations:
                 return call(step, reads, keywords)
-            reuse, frame.reuse = frame.reuse, None  # torch's context serves once; should this run a third time, then whole
-            with reuse:
+            with ReuseOperations(frame.operations):
                 return call(step, reads, keywords)
         except Enough:
             return None
