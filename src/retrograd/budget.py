@@ -38,7 +38,7 @@ from retrograd.measure import LiveBytes
 SPEED = {"cpu": (1e11, 1e10), "cuda": (1e14, 1e12)}
 REMEMBERED = 64  # profiles: shapes of input that a stack knows at a time
 MIB = 2**20
-# Seconds that an operation costs more while `core.operations` looks at it: COST on a CPU of 2023, and some more, because
+# Seconds that an operation costs more while `core.operations` looks at it: 2e-5 on a CPU of 2023, and some more, because
 # what needs no such help is to be preferred where the two come close.
 DISPATCH = 4e-5
 
