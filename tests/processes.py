@@ -5,6 +5,7 @@ The processes are started once for a test file and run all its cases one after a
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 import warnings
@@ -85,6 +86,9 @@ def _worker(rank: int, cases: dict[str, Case], folder: Path, ignore: list[str]) 
         finally:
             dist.destroy_process_group()
         torch.save((value, error), folder / f"{name}-{rank}.pt")
+    # Everything is written. The interpreter's own end would take apart gloo's threads while FSDP still holds their groups, and
+    # now and then aborts ("terminate called without an active exception").
+    os._exit(0)
 
 
 # --- the model. Without a rank, on the batch of all ranks together: the oracle
