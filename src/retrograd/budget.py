@@ -25,13 +25,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from retrograd.core.errors import RetrogradError
 from retrograd.core.memory import Choice, Plan, Reverse
 from retrograd.core.private import CPU_ATTENTION, surrounding_hooks
-from retrograd.core.streams import flatten
-from retrograd.measure import LiveBytes
+from retrograd.core.streams import distinct_bytes, flatten, local, storage_of
+from retrograd.measure import LiveBytes, flops_of
 
 # What a device does in a second: operations, bytes. Rough, because only ratios matter, and fixed, because every process of a
 # group must come to the same plan.
@@ -127,13 +126,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
     """torch's own formulas; and one for attention on a CPU, which torch does not count."""
-    packet = getattr(func, "_overloadpacket", None)
-    if packet in flop_registry:
-        return flop_registry[packet](*args, **kwargs, out_val=result)
-    if packet is CPU_ATTENTION:
+    if getattr(func, "_overloadpacket", None) is CPU_ATTENTION:
         *batch, queries, channels = args[0].shape
         return 4 * math.prod(batch) * queries * args[1].shape[-2] * channels
-    return None
+    return flops_of(func, args, kwargs, result)
 
 
 class Profile:
@@ -277,19 +273,6 @@ def human(bytes_: float) -> str:
             return f"{bytes_:.3g} {unit}"
         bytes_ /= 1024
     return f"{bytes_:.3g} GiB"
-
-
-def local(parameter: Any) -> Any:
-    """What this process has of a parameter."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
-
-
-def storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def distinct_bytes(tensors: Iterable[Tensor | None]) -> int:
-    return sum({storage_of(t): t.untyped_storage().nbytes() for t in tensors if t is not None}.values())
 
 
 # --- what is decided

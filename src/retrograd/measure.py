@@ -102,10 +102,14 @@ class Flops(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-        if formula is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        self.total += flops_of(func, args, kwargs or {}, result) or 0
         return result
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
+    """The FLOPs of an operation by torch's formula; None if it has none."""
+    formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+    return None if formula is None else formula(*args, **kwargs, out_val=result)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import Tensor
 from retrograd.core import errors
 from retrograd.core.exact import Precision
 from retrograd.core.private import are_transforms_active
-from retrograd.core.streams import Leaves, Spec, dense, describe, flatten, flatten_like, flatten_stream, unflatten
+from retrograd.core.streams import Leaves, Spec, dense, describe, flatten, flatten_like, flatten_stream, local, unflatten
 from retrograd.core.updates import TRUSTED, Coupling, WithAux
 
 Parts = list[tuple[Tensor, ...]]  # for each leaf of the target, what the coupling gets besides it
@@ -57,14 +57,13 @@ class Run:
         targets = {step.target for step in program}
         for name, value in streams.items():
             leaves, self.specs[name] = flatten_stream(value, name)
-            self.state[name] = wide = tuple(map(dense, leaves))
-            if name not in targets:  # it is only read: nothing will be rebuilt of it
-                self.given[name] = None
-                continue
-            self.state[name] = wide = tuple(map(precision.stream, wide))
+            wide = tuple(map(dense, leaves))
+            if name in targets:  # others are only read: nothing will be rebuilt of them
+                wide = tuple(map(precision.stream, wide))
+            self.state[name] = wide
             dtypes = [leaf.dtype if leaf.dtype != stream.dtype else None for leaf, stream in zip(leaves, wide)]
             self.given[name] = dtypes if any(dtypes) else None
-            if self.grid is not None:
+            if self.grid is not None and name in targets:
                 self.note_range(name, None)
         self.keywords = keywords
         self.program = program
@@ -185,7 +184,7 @@ def place(program: Program, index: int) -> str:
 
 def range_of(leaf: Tensor) -> tuple[Tensor, Tensor]:
     """Its least and its largest element; of the local part, if it is sharded. NaN if there is one."""
-    leaf = leaf.detach() if type(leaf) is Tensor else getattr(leaf.detach(), "to_local", leaf.detach)()
+    leaf = local(leaf.detach())
     return torch.aminmax(torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf)
 
 

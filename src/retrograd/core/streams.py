@@ -5,7 +5,7 @@ A *stream* is a tensor or a pytree of tensors. The engine works on its leaves, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,6 +60,21 @@ def dense(leaf: Tensor) -> Tensor:
     if leaf.is_contiguous() or type(leaf) is not Tensor or torch.empty_like(leaf, device="meta").stride() == leaf.stride():
         return leaf
     return leaf.clone()
+
+
+def local(tensor: Any) -> Any:
+    """What this process has of a tensor: its shard of a distributed one, any other as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Which memory a tensor is in."""
+    return tensor.untyped_storage()._cdata
+
+
+def distinct_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the memory that these tensors are in, each piece counted once."""
+    return sum({storage_of(t): t.untyped_storage().nbytes() for t in tensors if t is not None}.values())
 
 
 def leaf_names(value: Any) -> list[str]:

@@ -25,7 +25,7 @@ from retrograd.core.operations import KeepOperations
 from retrograd.core.private import pop_hooks, push_hooks, surrounding_hooks
 from retrograd.core.program import Parts, Program, Run, State, Step, call, couple, fit, place
 from retrograd.core.replay import Backstage, Scene, version_of
-from retrograd.core.streams import Leaves, describe
+from retrograd.core.streams import Leaves, describe, distinct_bytes
 from retrograd.core.updates import TRUSTED
 from retrograd.core.walk import Arguments, Frame, Record, Walk, aliases, meta, versions_of
 from retrograd.core.waypoints import Waypoints
@@ -229,5 +229,4 @@ class Tape(Run):
 
 def activation_bytes(saved: list[Tensor]) -> int:
     """Bytes of distinct memory among saved tensors, parameters (and views of them) aside."""
-    storages = [t.untyped_storage() for t in saved if not isinstance(t if t._base is None else t._base, torch.nn.Parameter)]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return distinct_bytes(t for t in saved if not isinstance(t if t._base is None else t._base, torch.nn.Parameter))

@@ -26,6 +26,7 @@ from retrograd.core import errors
 from retrograd.core.exact import Precision
 from retrograd.core.program import Program, State, place
 from retrograd.core.replay import Backstage
+from retrograd.core.streams import local
 
 PLACES = 8
 Samples = dict[str, list[Any]]  # of each leaf of each stream: see `sample`
@@ -102,8 +103,7 @@ def sample(leaf: Tensor) -> Any:
     Numbers, of a tensor on the CPU; elsewhere a small tensor, because looking at it would wait for the device.
     """
     if type(leaf) is not Tensor:  # of a sharded one, the part that is here
-        local: Any = leaf
-        leaf = local.to_local() if hasattr(local, "to_local") else leaf.as_subclass(Tensor)
+        leaf = local(leaf).as_subclass(Tensor)
     if not (leaf.is_floating_point() or leaf.is_complex()) or not leaf.numel() or leaf.is_meta:
         return None
     count, step = min(leaf.numel(), 16), max(leaf.numel() // 16, 1)
