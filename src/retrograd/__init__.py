@@ -13,7 +13,8 @@ from retrograd.core.updates import Coupling as Coupling, Additive as Additive, A
 
 # what is kept and what is rebuilt
 from retrograd.core.memory import Reverse as Reverse, Keep as Keep, Anchor as Anchor
-from retrograd.budget import Budget as Budget, BudgetError as BudgetError, StepPlan as StepPlan
+from retrograd.budget import Budget as Budget, BudgetError as BudgetError
+from retrograd.stepplan import StepPlan as StepPlan
 
 # how exactly
 from retrograd.core.exact import Grid as Grid

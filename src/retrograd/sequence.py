@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrograd.budget import Budget, Profile, StepPlan, forecast
+from retrograd.budget import Budget, Profile
 from retrograd.core import errors
 from retrograd.core.exact import Precision
 from retrograd.core.memory import Keep, Plan, Reverse
@@ -21,6 +21,7 @@ from retrograd.core.streams import Duplicate, flatten_stream, unflatten
 from retrograd.core.tape import Tape
 from retrograd.core.updates import Additive, Coupling
 from retrograd.routing import PairRoute, Route, by_update, check_all_taken
+from retrograd.stepplan import StepPlan, forecast
 
 _ADD = Additive()
 _IDENTITY = nn.Identity()
