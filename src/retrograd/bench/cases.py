@@ -61,22 +61,31 @@ def pairs(size: Size) -> list[tuple[nn.Module, nn.Module]]:
     return [(Attention(size.width, size.heads), FeedForward(size.width)) for _ in range(size.blocks)]
 
 
-class Plain(nn.Module):
+class PlainBlock(nn.Module):
     """The equations themselves, on both halves of the last dimension."""
+
+    def __init__(self, f: nn.Module, g: nn.Module) -> None:
+        super().__init__()
+        self.f = f
+        self.g = g
+
+    def forward(self, x: Tensor) -> Tensor:
+        x1, x2 = x.chunk(2, -1)
+        x1 = x1 + self.f(x2)
+        return torch.cat((x1, x2 + self.g(x1)), -1)
+
+
+class Plain(nn.Module):
+    """Such blocks, one after another; or each through `remember`, which is `checkpoint`."""
 
     def __init__(self, blocks: list[tuple[nn.Module, nn.Module]], remember: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleList(pair) for pair in blocks)
+        self.blocks = nn.ModuleList(PlainBlock(f, g) for f, g in blocks)
         self.remember = remember
 
-    def block(self, pair: Any, x: Tensor) -> Tensor:
-        x1, x2 = x.chunk(2, -1)
-        x1 = x1 + pair[0](x2)
-        return torch.cat((x1, x2 + pair[1](x1)), -1)
-
     def forward(self, x: Tensor) -> Tensor:
-        for pair in self.blocks:
-            x = self.block(pair, x) if self.remember is None else self.remember(self.block, pair, x, use_reentrant=False)
+        for block in self.blocks:
+            x = block(x) if self.remember is None else self.remember(block, x, use_reentrant=False)
         return x
 
 

@@ -1,0 +1,112 @@
+"""The model that every row trains, with a stack from any contestant; a batch, and a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrograd.bench.cases import CONTESTANTS
+
+SHOWN = ("retrograd", "checkpoint", "reformer-pytorch", "revtorch", "memcnn", "revlib")
+WIDTH, DEPTH, TOKENS, BATCH, OUTPUTS = 8, 4, 11, 4, 3
+
+
+class Layer(nn.Module):
+    """f and g: a small feed-forward network."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.act = nn.GELU()
+        self.drop = nn.Dropout(dropout)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(self.act(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    """An embedding, a stack and a head; the same weights for every contestant and at every call."""
+
+    def __init__(
+        self,
+        contestant: str,
+        *,
+        layer: Callable[..., nn.Module] = Layer,
+        dropout: float = 0.0,
+        shared: bool = False,
+        frozen: bool = False,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(17)
+        self.embedding = nn.Embedding(TOKENS, 2 * WIDTH).requires_grad_(not frozen)
+        functions = [layer(dropout) for _ in range(2 * DEPTH)]
+        if shared:
+            functions = [functions[i] for i in (0, 1, 1, 0, 0, 2, 2, 1)]
+        self.head = nn.Linear(2 * WIDTH, OUTPUTS)
+        self.to(dtype)
+        for function in functions:
+            function.to(dtype)
+        self.functions = functions  # a list: the stack registers them, under names of its own
+        self.stack = CONTESTANTS[contestant](list(zip(functions[::2], functions[1::2])))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.stack(self.embedding(tokens)))
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once, under a name that does not depend on the contestant."""
+        parts = {"embedding": self.embedding, **{f"function {i}": fn for i, fn in enumerate(self.functions)}, "head": self.head}
+        for part, module in parts.items():
+            for name, parameter in module.named_parameters():
+                yield f"{part}, {name}", parameter
+
+
+def blocks_of(stack: nn.Module) -> list[nn.Module]:
+    """The modules that a contestant calls one after another."""
+    blocks: Any = getattr(stack, "blocks", None) or getattr(stack, "reversible_blocks", None) or getattr(stack, "stem", None)
+    return list(blocks if blocks is not None else stack.children())
+
+
+def batch(step: int = 0, rank: int | None = None, world: int = 2) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a step: one rank's part of them, or all."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(TOKENS, (BATCH, 5), generator=generator)
+    targets = torch.randn(BATCH, 5, OUTPUTS, generator=generator, dtype=torch.float64)
+    if rank is not None:
+        tokens, targets = tokens.chunk(world)[rank], targets.chunk(world)[rank]
+    return tokens, targets
+
+
+def loss(model: Callable[..., Tensor], step: int = 0, rank: int | None = None) -> Tensor:
+    tokens, targets = batch(step, rank)
+    return nn.functional.mse_loss(model(tokens).double(), targets)
+
+
+def gradients(model: Model) -> dict[str, Tensor | None]:
+    """The gradients, whole. The model has none afterwards, ready for the next step."""
+    found = {name: None if p.grad is None else p.grad.clone() for name, p in model.named()}
+    model.zero_grad()
+    return {name: whole(grad) for name, grad in found.items()}
+
+
+def parameters(model: Model) -> dict[str, Tensor | None]:
+    return {name: whole(p.detach().clone()) for name, p in model.named()}
+
+
+def whole(tensor: Any) -> Any:
+    """A sharded tensor, put together."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def steps(model: nn.Module, inner: Model | None = None, count: int = 1, rank: int | None = None) -> list[dict[str, Tensor | None]]:
+    """The gradients of so many steps of `model`, which wraps `inner`."""
+    found = []
+    for step in range(count):
+        loss(model, step, rank).backward()
+        found.append(gradients(inner or model))  # type: ignore[arg-type]
+    return found

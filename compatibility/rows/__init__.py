@@ -1,0 +1,16 @@
+"""Every row, by its key."""
+
+from __future__ import annotations
+
+from compatibility.rows import compiling, data_parallel, model_parallel, nested, sharding
+from compatibility.verdict import Row
+
+_TOPICS = (
+    data_parallel.ROWS,
+    sharding.ROWS,
+    sharding.CHECKPOINTS,
+    model_parallel.ROWS,
+    compiling.ROWS,
+    nested.ROWS,
+)
+ROWS: dict[str, Row] = {row.key: row for rows in _TOPICS for row in rows}

@@ -1,0 +1,104 @@
+"""torch.compile: of f and g, of the model, of the stack. With the backend that traces as the default one does and runs anywhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from compatibility import networks
+from compatibility.networks import Model
+from compatibility.verdict import Rows, Scene
+
+ROWS = Rows("torch.compile")
+STEPS = 2
+
+
+def functions(model: Model, backend: Any) -> nn.Module:
+    for function in model.functions:
+        function.compile(backend=backend)
+    return model
+
+
+def stack(model: Model, backend: Any) -> nn.Module:
+    model.stack.compile(backend=backend)
+    return model
+
+
+def everything(model: Model, backend: Any) -> nn.Module:
+    return torch.compile(model, backend=backend)  # type: ignore[return-value]
+
+
+def whole_graph(model: Model, backend: Any) -> nn.Module:
+    return torch.compile(model, backend=backend, fullgraph=True)  # type: ignore[return-value]
+
+
+Way = Callable[[Model, Any], nn.Module]
+WAYS: dict[str, Way] = {
+    "f and g": functions,
+    "`stack.compile()`": stack,
+    "the whole model": everything,
+}
+
+
+def train(way: Way, backend: str, scene: Scene) -> Any:
+    model = Model(scene.contestant)
+    return networks.steps(way(model, backend), model, STEPS)
+
+
+def plain(scene: Scene) -> Any:
+    return networks.steps(Model("plain"), count=STEPS)
+
+
+def drop(way: Way, scene: Scene) -> Any:
+    model = Model(scene.contestant, dropout=0.5)
+    compiled = way(model, "aot_eager") if scene.contestant != "plain" else model
+    torch.manual_seed(3)
+    return networks.steps(compiled, model, STEPS), torch.get_rng_state()
+
+
+def autocast(way: Way, scene: Scene) -> Any:
+    """Forward alone is under autocast, as documented; backward is not."""
+    model = Model(scene.contestant, dtype=torch.float32)
+    compiled = way(model, "aot_eager") if scene.contestant != "plain" else model
+    tokens, targets = networks.batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = compiled(tokens)
+    nn.functional.mse_loss(output.double(), targets).backward()
+    return networks.gradients(model)
+
+
+def recompilations(way: Way, scene: Scene) -> Any:
+    """How many graphs are compiled in the first backward, and in the steps after it; and the gradients."""
+    counter = CompileCounterWithBackend("aot_eager")
+    model = Model(scene.contestant, dropout=0.5)
+    compiled = way(model, counter)
+    torch.manual_seed(3)
+    found, counts = [], []
+    for step in range(3):
+        value = networks.loss(compiled, step)
+        counts.append(counter.frame_count)
+        value.backward()
+        counts.append(counter.frame_count)
+        found.append(networks.gradients(model))
+    return found, {"compiled at all": counts[0] > 0, "compiled after the first forward": counts[-1] - counts[0]}
+
+
+def compiled_once(scene: Scene) -> Any:
+    model = Model("plain", dropout=0.5)
+    torch.manual_seed(3)
+    return networks.steps(model, count=3), {"compiled at all": True, "compiled after the first forward": 0}
+
+
+EPS = torch.finfo(torch.bfloat16).eps
+for title, way in WAYS.items():
+    ROWS.add(title, functools.partial(train, way, "aot_eager"), plain)
+    ROWS.add(f"{title}, with dropout", functools.partial(drop, way), functools.partial(drop, way))
+    ROWS.add(f"{title}, under autocast", functools.partial(autocast, way), functools.partial(autocast, way), limit=4 * EPS)
+    ROWS.add(f"{title}: compiled once, nothing in recompute", functools.partial(recompilations, way), compiled_once)
+ROWS.add("f and g, by inductor", functools.partial(train, functions, "inductor"), plain)
+ROWS.add("the whole model, `fullgraph=True`", functools.partial(train, whole_graph, "aot_eager"), plain)

@@ -1,0 +1,183 @@
+"""Checkpoints inside and around, stacks inside stacks, and everything that watches: offloading, counters, profilers, hooks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from compatibility import networks
+from compatibility.networks import CONTESTANTS, WIDTH, Layer, Model
+from compatibility.verdict import Rows, Scene
+
+ROWS = Rows("Nested and watched")
+
+
+class Checkpointed(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def keep_products(*_: Any, **__: Any) -> Any:
+    return create_selective_checkpoint_contexts(
+        lambda ctx, op, *args, **kwargs: (
+            CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+    )
+
+
+class Selective(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False, context_fn=keep_products)
+
+
+class Inner(nn.Module):
+    """A function that is a stack."""
+
+    def __init__(self, contestant: str, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.stack = CONTESTANTS[contestant]([(Layer(dropout), Layer(dropout)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.stack(self.widen(x)))
+
+
+def seeded(model: Model, run: Callable[..., Tensor] | None = None, around: Callable[[], AbstractContextManager[Any]] = nullcontext):
+    """Gradients of two steps with dropout, and where the generator ends."""
+    torch.manual_seed(3)
+    with around():
+        found = networks.steps(run or model, model, 2)  # type: ignore[arg-type]
+    return found, torch.get_rng_state()
+
+
+def with_layer(layer: Any, scene: Scene) -> Any:
+    return seeded(Model(scene.contestant, layer=layer, dropout=0.3))
+
+
+def plain(scene: Scene) -> Any:
+    return seeded(Model("plain", dropout=0.3))
+
+
+ROWS.add("`torch.utils.checkpoint` inside f and g", functools.partial(with_layer, Checkpointed), plain)
+ROWS.add("selective checkpointing inside f and g", functools.partial(with_layer, Selective), plain)
+
+
+def around_stack(scene: Scene, **options: Any) -> Any:
+    model = Model(scene.contestant, dropout=0.3)
+    return seeded(model, lambda tokens: model.head(checkpoint(model.stack, model.embedding(tokens), use_reentrant=False, **options)))
+
+
+ROWS.add("`torch.utils.checkpoint` around the stack", around_stack, plain)
+ROWS.add(
+    "selective checkpointing around the stack", functools.partial(around_stack, context_fn=keep_products), plain
+)
+
+
+def stack_in_stack(scene: Scene) -> Any:
+    model = Model(scene.contestant, layer=functools.partial(Inner, scene.contestant), dropout=0.3)
+    grads, state = seeded(model)
+    # Names of inner parameters depend on the contestant, their order does not.
+    return [list(step.values()) for step in grads], state
+
+
+ROWS.add("a stack inside a block of a stack", stack_in_stack, stack_in_stack)
+
+
+def inside(context: Callable[[], AbstractContextManager[Any]], scene: Scene) -> Any:
+    return seeded(Model(scene.contestant, dropout=0.3), around=context)
+
+
+ROWS.add("`torch.autograd.graph.save_on_cpu`", functools.partial(inside, torch.autograd.graph.save_on_cpu), plain)
+ROWS.add("anomaly mode", functools.partial(inside, torch.autograd.detect_anomaly), plain)
+
+
+def flops(scene: Scene) -> Any:
+    """It must see backward's products too: twice forward's, and whatever is recomputed."""
+    counter = FlopCounterMode(display=False)
+    found = seeded(Model(scene.contestant, dropout=0.3), around=lambda: counter)
+    return found, {"all of the step was seen": counter.get_total_flops() >= counted()}
+
+
+@functools.cache
+def counted() -> int:
+    """The FLOPs of the same steps in plain autograd."""
+    counter = FlopCounterMode(display=False)
+    with torch.random.fork_rng():
+        seeded(Model("plain", dropout=0.3), around=lambda: counter)
+    return counter.get_total_flops()
+
+
+def flops_of_plain(scene: Scene) -> Any:
+    return plain(scene), {"all of the step was seen": True}
+
+
+ROWS.add("`FlopCounterMode`", flops, flops_of_plain)
+
+
+def profiled(scene: Scene) -> Any:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        found = seeded(Model(scene.contestant, dropout=0.3))
+    return found, {"layers seen": any(event.key == "aten::addmm" for event in profile.key_averages())}
+
+
+ROWS.add("the profiler", profiled, profiled)
+
+
+# --- hooks
+
+
+def forward_hooks(scene: Scene) -> Any:
+    """Hooks that change what f reads and what g returns: in recompute as in forward."""
+    model = Model(scene.contestant, dropout=0.3)
+    for i, function in enumerate(model.functions):
+        if i % 2:
+            function.register_forward_hook(lambda module, args, output: output * 2)
+        else:
+            function.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    return seeded(model)
+
+
+def backward_hooks(scene: Scene) -> Any:
+    """What full backward hooks on f and g see, and how often; one of them changes it."""
+    model, seen = Model(scene.contestant, dropout=0.3), {}
+    for i, function in enumerate(model.functions):
+
+        def look(module: nn.Module, inputs: Any, outputs: Any, i: int = i) -> Any:
+            seen.setdefault(i, []).append((inputs[0].clone(), outputs[0].clone()))
+            return (inputs[0] * 2,) if i == 1 else None
+
+        function.register_full_backward_hook(look)
+    return seeded(model), seen
+
+
+def gradient_hooks(scene: Scene) -> Any:
+    """Hooks on parameters fire once a backward, with the whole gradient, although weights are shared."""
+    model, seen = Model(scene.contestant, dropout=0.3, shared=True), {}
+    for name, parameter in model.named():
+        parameter.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(grad.clone()))
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.setdefault(name, []).append(p.grad.clone()))
+    return seeded(model), seen
+
+
+def module_hooks(scene: Scene) -> Any:
+    """Hooks on the stack itself."""
+    model, seen = Model(scene.contestant, dropout=0.3), []
+    model.stack.register_forward_hook(lambda module, args, output: output * 2)
+    model.stack.register_full_backward_pre_hook(lambda module, grads: seen.append(grads[0].clone()))
+    return seeded(model), seen
+
+
+for title, run in {
+    "forward hooks on f and g": forward_hooks,
+    "backward hooks on f and g": backward_hooks,
+    "gradient hooks, with shared weights": gradient_hooks,
+    "hooks on the stack": module_hooks,
+}.items():
+    ROWS.add(title, run, run)

@@ -1,0 +1,124 @@
+"""Processes for a row: new ones for every contestant, because a library may hang, die, or leave something behind.
+
+They are forked from a server that has imported torch and done nothing else, so that they start at once.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from compatibility.verdict import EQUAL, RAISED, WRONG, Noted, Row, Scene, judge
+
+LIMIT = 120.0  # seconds for one stage: only a hang takes that long
+GROUP_LIMIT = 30.0  # and for a process to wait for another
+
+Outcome = dict[str, Any]  # verdict, detail, note
+
+
+def run(row: Row, contestant: str) -> Outcome:
+    """What became of a row."""
+    with tempfile.TemporaryDirectory(prefix="compatibility-") as name:
+        folder, outcome = Path(name), {}
+        for stage, (count, _) in enumerate(row.stages):
+            outcome = _stage(row, contestant, stage, count, folder)
+            if outcome["verdict"] != EQUAL:
+                break
+        return outcome
+
+
+def _stage(row: Row, contestant: str, stage: int, count: int, folder: Path) -> Outcome:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["compatibility.rows"])
+    port = _free_port()
+    files = [folder / f"{stage}-{rank}.json" for rank in range(count)]
+    processes = [
+        context.Process(target=_work, args=(row.key, contestant, stage, rank, count, folder, port)) for rank in range(count)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + LIMIT
+    while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
+        failed = [p for p, file in zip(processes, files) if not p.is_alive() and not file.exists()]
+        if failed:
+            deadline = min(deadline, time.monotonic() + 5)  # the partners of one that died
+        processes[0].join(0.05)
+        time.sleep(0.01)
+    outcomes = []
+    for process, file in zip(processes, files):
+        hung = process.is_alive()
+        if hung:
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        if file.exists():
+            outcomes.append(json.loads(file.read_text()))
+        else:
+            died = f"died of {signal.Signals(-process.exitcode).name}" if process.exitcode < 0 else f"exit code {process.exitcode}"
+            detail = f"still running after {LIMIT:.0f} s" if hung else f"{died}: {_last_line(folder / f'{stage}.log')}"
+            outcomes.append({"verdict": RAISED, "detail": detail, "note": ""})
+    return max(outcomes, key=lambda outcome: (EQUAL, WRONG, RAISED).index(outcome["verdict"]))
+
+
+def _work(key: str, contestant: str, stage: int, rank: int, count: int, folder: Path, port: int) -> None:
+    """In the process: run one stage, judge the last one, write the outcome."""
+    log = os.open(folder / f"{stage}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
+    import torch
+    import torch.distributed as dist
+
+    from compatibility.rows import ROWS
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    row = ROWS[key]
+    scene, last = Scene(contestant, rank, folder), stage == len(row.stages) - 1
+    verdict, detail, note = EQUAL, "", ""
+    try:
+        expected = row.expected(Scene("plain", rank, folder)) if last else None
+        if count > 1 and row.launched:
+            os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+            os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="compatibility", GROUP_RANK="0")
+        elif count > 1:
+            store = f"file://{folder}/{stage}.store"
+            limit = timedelta(seconds=GROUP_LIMIT)
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=limit)
+        result = row.stages[stage][1](scene)
+        if isinstance(result, Noted):
+            result, note = result.result, result.note
+        if last:
+            verdict, detail = judge(result, expected, row.limit)
+    except Exception as error:
+        traceback.print_exc()
+        verdict, detail = RAISED, f"{type(error).__name__}: {error}"
+    aside = folder / f"{stage}-{rank}.part"
+    aside.write_text(json.dumps({"verdict": verdict, "detail": detail, "note": note}))
+    aside.rename(folder / f"{stage}-{rank}.json")
+    # The interpreter's own end would take apart gloo's threads while their groups are still held, and now and then aborts. But a
+    # partner may wait for this one to close its connection first.
+    if verdict == EQUAL and dist.is_initialized() and not row.launched:
+        dist.barrier()
+    os._exit(0)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+    return lines[-1] if lines else "no output"
