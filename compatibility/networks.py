@@ -103,10 +103,13 @@ def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def steps(model: nn.Module, inner: Model | None = None, count: int = 1, rank: int | None = None) -> list[dict[str, Tensor | None]]:
+Steps = dict[str, dict[str, "Tensor | None"]]
+
+
+def steps(model: Callable[..., Tensor], inner: Model | None = None, count: int = 1, rank: int | None = None) -> Steps:
     """The gradients of so many steps of `model`, which wraps `inner`."""
-    found = []
+    found = {}
     for step in range(count):
         loss(model, step, rank).backward()
-        found.append(gradients(inner or model))  # type: ignore[arg-type]
+        found[f"step {step + 1}"] = gradients(inner or model)  # type: ignore[arg-type]
     return found

@@ -5,6 +5,7 @@ They are forked from a server that has imported torch and done nothing else, so 
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -27,28 +28,29 @@ GROUP_LIMIT = 30.0  # and for a process to wait for another
 Outcome = dict[str, Any]  # verdict, detail, note
 
 
-def run(row: Row, contestant: str) -> Outcome:
-    """What became of a row."""
+def run(row: Row, contestant: str, limit: float = LIMIT, registry: str = "compatibility.rows") -> Outcome:
+    """What became of a row of a registry, which is a module with `ROWS`."""
     with tempfile.TemporaryDirectory(prefix="compatibility-") as name:
         folder, outcome = Path(name), {}
         for stage, (count, _) in enumerate(row.stages):
-            outcome = _stage(row, contestant, stage, count, folder)
+            outcome = _stage(row, contestant, stage, count, folder, limit, registry)
             if outcome["verdict"] != EQUAL:
                 break
         return outcome
 
 
-def _stage(row: Row, contestant: str, stage: int, count: int, folder: Path) -> Outcome:
+def _stage(row: Row, contestant: str, stage: int, count: int, folder: Path, limit: float, registry: str) -> Outcome:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["compatibility.rows"])
     port = _free_port()
     files = [folder / f"{stage}-{rank}.json" for rank in range(count)]
     processes = [
-        context.Process(target=_work, args=(row.key, contestant, stage, rank, count, folder, port)) for rank in range(count)
+        context.Process(target=_work, args=(registry, row.key, contestant, stage, rank, count, folder, port))
+        for rank in range(count)
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + limit
     while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
         failed = [p for p, file in zip(processes, files) if not p.is_alive() and not file.exists()]
         if failed:
@@ -58,19 +60,20 @@ def _stage(row: Row, contestant: str, stage: int, count: int, folder: Path) -> O
     outcomes = []
     for process, file in zip(processes, files):
         hung = process.is_alive()
-        if hung:
-            os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
         if file.exists():
             outcomes.append(json.loads(file.read_text()))
         else:
-            died = f"died of {signal.Signals(-process.exitcode).name}" if process.exitcode < 0 else f"exit code {process.exitcode}"
-            detail = f"still running after {LIMIT:.0f} s" if hung else f"{died}: {_last_line(folder / f'{stage}.log')}"
+            code = process.exitcode or 0
+            died = f"died of {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            detail = f"still running after {limit:.0f} s" if hung else f"{died}: {_last_line(folder / f'{stage}.log')}"
             outcomes.append({"verdict": RAISED, "detail": detail, "note": ""})
-    return max(outcomes, key=lambda outcome: (EQUAL, WRONG, RAISED).index(outcome["verdict"]))
+    # If one raises, its partner finds the connection closed: that is the lesser news.
+    return max(outcomes, key=lambda o: ((EQUAL, WRONG, RAISED).index(o["verdict"]), "Connection closed" not in o["detail"]))
 
 
-def _work(key: str, contestant: str, stage: int, rank: int, count: int, folder: Path, port: int) -> None:
+def _work(registry: str, key: str, contestant: str, stage: int, rank: int, count: int, folder: Path, port: int) -> None:
     """In the process: run one stage, judge the last one, write the outcome."""
     log = os.open(folder / f"{stage}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -79,18 +82,17 @@ def _work(key: str, contestant: str, stage: int, rank: int, count: int, folder: 
     import torch
     import torch.distributed as dist
 
-    from compatibility.rows import ROWS
-
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    row = ROWS[key]
+    row: Row = importlib.import_module(registry).ROWS[key]
     scene, last = Scene(contestant, rank, folder), stage == len(row.stages) - 1
     verdict, detail, note = EQUAL, "", ""
     try:
         expected = row.expected(Scene("plain", rank, folder)) if last else None
         if count > 1 and row.launched:
-            os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
-            os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="compatibility", GROUP_RANK="0")
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0}
+            os.environ |= {name: str(number) for name, number in {**numbers, "MASTER_PORT": port}.items()}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "compatibility"}
         elif count > 1:
             store = f"file://{folder}/{stage}.store"
             limit = timedelta(seconds=GROUP_LIMIT)

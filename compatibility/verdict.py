@@ -77,13 +77,15 @@ def judge(result: Any, expected: Any, limit: float) -> tuple[str, str]:
     got, wanted = dict(_leaves(result)), dict(_leaves(expected))
     if got.keys() != wanted.keys():
         return WRONG, f"other results: {sorted(got.keys() ^ wanted.keys())[0]}"
-    scale = max((w.abs().max().item() for w in wanted.values() if isinstance(w, Tensor) and w.numel()), default=0.0)
-    worst, where = 0.0, ""
-    for name, value in wanted.items():
-        difference, text = _difference(got[name], value, 1e-6 * scale + 1e-30)
-        if not difference <= worst:
-            worst, where = difference, f"{name}{text}"
-    return (EQUAL, "") if worst <= limit else (WRONG, where)
+    floats = [w for w in wanted.values() if isinstance(w, Tensor) and w.is_floating_point() and w.numel()]
+    scale = max((w.abs().max().item() for w in floats), default=0.0)
+    differences = {name: _difference(got[name], value, 1e-6 * scale + 1e-30) for name, value in wanted.items()}
+    wrong = {name: difference for name, difference in differences.items() if not difference[0] <= limit}
+    if not wrong:
+        return EQUAL, ""
+    # A wrong gradient says more than another random state.
+    worst = max(wrong, key=lambda name: (not wrong[name][1].endswith("differs"), wrong[name][0]))
+    return WRONG, f"{worst}{wrong[worst][1]}"
 
 
 def _difference(got: Any, wanted: Any, floor: float) -> tuple[float, str]:
@@ -96,6 +98,8 @@ def _difference(got: Any, wanted: Any, floor: float) -> tuple[float, str]:
         return float("inf"), f": shape {list(got.shape)} for {list(wanted.shape)}"
     if not wanted.numel():
         return 0.0, ""
+    if not wanted.is_floating_point():
+        return (0.0, "") if torch.equal(got, wanted) else (float("inf"), " differs")
     got, wanted = got.double(), wanted.double()
     worst = ((got - wanted).abs().max() / wanted.abs().max().clamp(min=floor)).item()
     return (worst if worst == worst else float("inf")), f": off by {worst:.0e}"

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from compatibility.rows import compiling, data_parallel, model_parallel, nested, sharding
+from compatibility.rows import (
+    compiling,
+    data_parallel,
+    in_backward,
+    model_parallel,
+    nested,
+    sharding,
+    threads,
+    trainers,
+    transforms,
+)
 from compatibility.verdict import Row
 
 _TOPICS = (
@@ -12,5 +22,11 @@ _TOPICS = (
     model_parallel.ROWS,
     compiling.ROWS,
     nested.ROWS,
+    transforms.FUNC,
+    transforms.EXPORT,
+    transforms.COPIES,
+    in_backward.ROWS,
+    trainers.ROWS,
+    threads.ROWS,
 )
 ROWS: dict[str, Row] = {row.key: row for rows in _TOPICS for row in rows}

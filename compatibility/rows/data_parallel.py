@@ -86,18 +86,18 @@ def accumulated(scene: Scene) -> Any:
 ROWS.add("accumulation under `no_sync`", accumulate, accumulated, processes=2)
 
 
-def state_of(model: Model) -> dict[str, Tensor]:
-    return {f"function {i}, average": fn.average for i, fn in enumerate(model.functions)}  # type: ignore[misc]
+def state_of(model: Model) -> dict[str, Any]:
+    return {"buffers": {f"function {i}, average": fn.average for i, fn in enumerate(model.functions)}}
 
 
 def synchronize(scene: Scene) -> Any:
     model = Model(scene.contestant, layer=Synchronized)
-    return networks.steps(DistributedDataParallel(model), model, STEPS, scene.rank), state_of(model)
+    return networks.steps(DistributedDataParallel(model), model, STEPS, scene.rank) | state_of(model)
 
 
 def synchronized(scene: Scene) -> Any:
     model = Model("plain", layer=Synchronized)
-    return networks.steps(model, count=STEPS), state_of(model)
+    return networks.steps(model, count=STEPS) | state_of(model)
 
 
 ROWS.add("statistics of all processes in a buffer, as SyncBatchNorm", synchronize, synchronized, processes=2)
@@ -111,14 +111,15 @@ def seeded(model: nn.Module, inner: Model, rank: int) -> dict[str, Tensor | None
 
 def drop(scene: Scene) -> Any:
     inner = Model(scene.contestant, dropout=0.5)
-    return seeded(DistributedDataParallel(inner), inner, scene.rank), torch.get_rng_state()
+    return seeded(DistributedDataParallel(inner), inner, scene.rank) | {"random state": torch.get_rng_state()}
 
 
 def dropped(scene: Scene) -> Any:
     """What each rank has alone, averaged; and where this rank's generator ends."""
     inner = Model("plain", dropout=0.5)
     other, own = (seeded(inner, inner, rank) for rank in (1 - scene.rank, scene.rank))
-    return {name: (own[name] + other[name]) / 2 for name in own}, torch.get_rng_state()  # type: ignore[operator]
+    mean = {name: (own[name] + other[name]) / 2 for name in own}  # type: ignore[operator]
+    return mean | {"random state": torch.get_rng_state()}
 
 
 ROWS.add("dropout, another seed in each process", drop, dropped, processes=2)

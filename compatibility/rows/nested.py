@@ -49,12 +49,14 @@ class Inner(nn.Module):
         return self.narrow(self.stack(self.widen(x)))
 
 
-def seeded(model: Model, run: Callable[..., Tensor] | None = None, around: Callable[[], AbstractContextManager[Any]] = nullcontext):
+def seeded(
+    model: Model, run: Callable[..., Tensor] | None = None, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> dict[str, Any]:
     """Gradients of two steps with dropout, and where the generator ends."""
     torch.manual_seed(3)
     with around():
-        found = networks.steps(run or model, model, 2)  # type: ignore[arg-type]
-    return found, torch.get_rng_state()
+        found = networks.steps(run or model, model, 2)
+    return found | {"random state": torch.get_rng_state()}
 
 
 def with_layer(layer: Any, scene: Scene) -> Any:
@@ -71,20 +73,19 @@ ROWS.add("selective checkpointing inside f and g", functools.partial(with_layer,
 
 def around_stack(scene: Scene, **options: Any) -> Any:
     model = Model(scene.contestant, dropout=0.3)
-    return seeded(model, lambda tokens: model.head(checkpoint(model.stack, model.embedding(tokens), use_reentrant=False, **options)))
+    return seeded(
+        model, lambda tokens: model.head(checkpoint(model.stack, model.embedding(tokens), use_reentrant=False, **options))
+    )
 
 
 ROWS.add("`torch.utils.checkpoint` around the stack", around_stack, plain)
-ROWS.add(
-    "selective checkpointing around the stack", functools.partial(around_stack, context_fn=keep_products), plain
-)
+ROWS.add("selective checkpointing around the stack", functools.partial(around_stack, context_fn=keep_products), plain)
 
 
 def stack_in_stack(scene: Scene) -> Any:
     model = Model(scene.contestant, layer=functools.partial(Inner, scene.contestant), dropout=0.3)
-    grads, state = seeded(model)
     # Names of inner parameters depend on the contestant, their order does not.
-    return [list(step.values()) for step in grads], state
+    return {name: list(found.values()) if isinstance(found, dict) else found for name, found in seeded(model).items()}
 
 
 ROWS.add("a stack inside a block of a stack", stack_in_stack, stack_in_stack)
@@ -102,7 +103,7 @@ def flops(scene: Scene) -> Any:
     """It must see backward's products too: twice forward's, and whatever is recomputed."""
     counter = FlopCounterMode(display=False)
     found = seeded(Model(scene.contestant, dropout=0.3), around=lambda: counter)
-    return found, {"all of the step was seen": counter.get_total_flops() >= counted()}
+    return found | {"all of the step was seen": counter.get_total_flops() >= counted()}
 
 
 @functools.cache
@@ -115,7 +116,7 @@ def counted() -> int:
 
 
 def flops_of_plain(scene: Scene) -> Any:
-    return plain(scene), {"all of the step was seen": True}
+    return plain(scene) | {"all of the step was seen": True}
 
 
 ROWS.add("`FlopCounterMode`", flops, flops_of_plain)
@@ -124,7 +125,7 @@ ROWS.add("`FlopCounterMode`", flops, flops_of_plain)
 def profiled(scene: Scene) -> Any:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         found = seeded(Model(scene.contestant, dropout=0.3))
-    return found, {"layers seen": any(event.key == "aten::addmm" for event in profile.key_averages())}
+    return found | {"layers seen": any(event.key == "aten::addmm" for event in profile.key_averages())}
 
 
 ROWS.add("the profiler", profiled, profiled)
@@ -133,12 +134,16 @@ ROWS.add("the profiler", profiled, profiled)
 # --- hooks
 
 
+def doubled(module: nn.Module, args: Any, output: Any) -> Any:
+    return 2 * output
+
+
 def forward_hooks(scene: Scene) -> Any:
     """Hooks that change what f reads and what g returns: in recompute as in forward."""
     model = Model(scene.contestant, dropout=0.3)
     for i, function in enumerate(model.functions):
         if i % 2:
-            function.register_forward_hook(lambda module, args, output: output * 2)
+            function.register_forward_hook(doubled)
         else:
             function.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     return seeded(model)
@@ -154,7 +159,7 @@ def backward_hooks(scene: Scene) -> Any:
             return (inputs[0] * 2,) if i == 1 else None
 
         function.register_full_backward_hook(look)
-    return seeded(model), seen
+    return seeded(model) | {"seen by hooks": seen}
 
 
 def gradient_hooks(scene: Scene) -> Any:
@@ -163,15 +168,15 @@ def gradient_hooks(scene: Scene) -> Any:
     for name, parameter in model.named():
         parameter.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(grad.clone()))
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.setdefault(name, []).append(p.grad.clone()))
-    return seeded(model), seen
+    return seeded(model) | {"seen by hooks": seen}
 
 
 def module_hooks(scene: Scene) -> Any:
     """Hooks on the stack itself."""
     model, seen = Model(scene.contestant, dropout=0.3), []
-    model.stack.register_forward_hook(lambda module, args, output: output * 2)
+    model.stack.register_forward_hook(doubled)
     model.stack.register_full_backward_pre_hook(lambda module, grads: seen.append(grads[0].clone()))
-    return seeded(model), seen
+    return seeded(model) | {"seen by hooks": seen}
 
 
 for title, run in {

@@ -44,14 +44,14 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def train_steps(model: Model, optimizer: torch.optim.Optimizer, count: range, rank: int | None = None) -> Any:
     """The gradients of each step, and the parameters at the end."""
-    found = []
+    found = {}
     for step in count:
         networks.loss(model, step, rank).backward()
         if rank is not None:
             average(model)
         optimizer.step()
-        found.append(networks.gradients(model))
-    return found, networks.parameters(model)
+        found[f"step {step + 1}"] = networks.gradients(model)
+    return found | {"parameters": networks.parameters(model)}
 
 
 def train(choose: Callable[[Model], list[nn.Module]], options: dict[str, Any], scene: Scene) -> Any:
@@ -72,7 +72,7 @@ PLACES: dict[str, tuple[Callable[[Model], list[nn.Module]], dict[str, Any]]] = {
     "at the root": (lambda model: [model], {}),
     "on f, g and the root": (lambda model: [*model.functions, model], {}),
     "on each block and the root": (lambda model: [*blocks_of(model.stack), model], {}),
-    "`reshard_after_forward=True` at the root": (lambda model: [*model.functions, model], {"reshard_after_forward": True}),
+    "`reshard_after_forward=True`": (lambda model: [*model.functions, model], {"reshard_after_forward": True}),
     "`reshard_after_forward=False`": (lambda model: [*model.functions, model], {"reshard_after_forward": False}),
 }
 for title, (choose, options) in PLACES.items():
@@ -89,15 +89,13 @@ def mixed(choose: Callable[[Model], list[nn.Module]], scene: Scene) -> Any:
 
 
 def in_full(scene: Scene) -> Any:
-    return networks.steps(Model("plain", dtype=torch.float32))[0]
+    return networks.steps(Model("plain", dtype=torch.float32))["step 1"]
 
 
 # Rounding to bfloat16 is the point, so the limit is a few of its steps.
 EPS = torch.finfo(torch.bfloat16).eps
-ROWS.add("mixed precision policy on f and g", functools.partial(mixed, PLACES["on f and g"][0]), in_full, processes=2, limit=8 * EPS)
-ROWS.add(
-    "mixed precision policy on each block", functools.partial(mixed, PLACES["on each block"][0]), in_full, processes=2, limit=8 * EPS
-)
+for place in ("on f and g", "on each block and the root"):
+    ROWS.add(f"mixed precision policy {place}", functools.partial(mixed, PLACES[place][0]), in_full, processes=2, limit=8 * EPS)
 
 
 # --- checkpoints: two steps, saved, two more steps by someone else

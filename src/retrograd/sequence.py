@@ -14,7 +14,7 @@ from retrograd.budget import Budget, Profile
 from retrograd.core import errors
 from retrograd.core.exact import Precision
 from retrograd.core.memory import Keep, Plan, Reverse
-from retrograd.core.private import are_transforms_active, without_compiler
+from retrograd.core.private import are_transforms_active, break_graph, without_compiler
 from retrograd.core.program import Run, State, Step, place, read
 from retrograd.core.replay import Backstage
 from retrograd.core.streams import Duplicate, flatten_stream, unflatten
@@ -64,6 +64,30 @@ class _Stack(nn.Module):
 
     def _couplings(self) -> Iterable[tuple[str, Any]]:
         raise NotImplementedError
+
+    def _functions(self) -> Iterable[tuple[nn.Module, str]]:
+        """Where each function is: an attribute of a module."""
+        raise NotImplementedError
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the functions, each by itself and in place; arguments are those of `torch.compile`.
+
+        What surrounds them stays as it is, because backward runs them again and must run what forward ran. Functions of the same
+        code share what is compiled, and recompute compiles nothing. If they differ in Python attributes, torch stops after 8
+        variants, with a warning; `isolate_recompiles=True` compiles each for itself.
+
+        Example:
+            >>> stack = rg.ReversibleSequence([(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(4)])
+            >>> stack.compile(backend="aot_eager")
+        """
+        compiled: dict[int, Any] = {}  # a function that is used twice stays one
+        for holder, name in self._functions():
+            fn = getattr(holder, name)
+            if id(fn) not in compiled:
+                if isinstance(fn, nn.Module):
+                    fn.compile(*args, **kwargs)
+                compiled[id(fn)] = fn, fn if isinstance(fn, nn.Module) else torch.compile(fn, *args, **kwargs)
+            setattr(holder, name, compiled[id(fn)][1])
 
     @without_compiler
     def plan(self, value: Any, /, **kwargs: Any) -> StepPlan:
@@ -157,6 +181,9 @@ class ReversibleSequence(_Stack):
 
     def _couplings(self) -> Iterable[tuple[str, Any]]:
         return [("coupling", self.coupling)]
+
+    def _functions(self) -> Iterable[tuple[nn.Module, str]]:
+        return [(block, name) for block in self.blocks for name in "fg"]
 
     def extra_repr(self) -> str:
         return f"streams={self.streams!r}, memory={self.memory!r}, coupling={self.coupling!r}{self.precision}"
@@ -354,6 +381,9 @@ class Reversible(_Stack):
     def _couplings(self) -> Iterable[tuple[str, Any]]:
         return [(f"updates[{i}]", update.coupling) for i, update in enumerate(self.updates)]
 
+    def _functions(self) -> Iterable[tuple[nn.Module, str]]:
+        return [(update, "fn") for update in self.updates]
+
     def extra_repr(self) -> str:
         return f"memory={self.memory!r}{self.precision}"
 
@@ -436,8 +466,16 @@ def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> A
 # [Note: torch.compile] Forward and recompute must call the same callable, compiled or not, or they save different tensors. A
 # compiled model would compile the functions in forward, but not in backward, where the tape calls them. So a recorded call
 # runs outside the compiler; functions that were compiled themselves stay compiled both times.
-@without_compiler
 def _recorded(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
+    break_graph(
+        "retrograd runs a stack outside the compiler, because backward must run the functions that forward ran: compile them "
+        "with stack.compile(), and the model around them without fullgraph=True."
+    )
+    return _taped(forward, value, kwargs)
+
+
+@without_compiler
+def _taped(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
     def new_run(module: Any, streams: dict[str, Any], keywords: dict[str, Any], program: list[Step]) -> Run:
         plan = module.memory.plan([step.target for step in program], streams, keywords, module, program)
         return Tape(streams, keywords, program, module.precision, plan, module._backstage)

@@ -9,7 +9,6 @@ import copy
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn

@@ -35,6 +35,13 @@ NormWithStatistics = _NormBase
 # `torch.compiler.disable`, except that it does not import the compiler (seconds) before the first call.
 without_compiler = torch._disable_dynamo
 
+
+def break_graph(reason: str) -> None:
+    """Tells a compiler that must not break its graph why it has to. A reason in `without_compiler` would replace it."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=reason)
+
+
 # Whether a parameter has hooks that run as soon as its gradient is there. A public `Tensor.has_post_accumulate_grad_hook()`
 # would replace it.
 has_step_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
