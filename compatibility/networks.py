@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from retrograd.bench.cases import CONTESTANTS
 
 SHOWN = ("retrograd", "checkpoint", "reformer-pytorch", "revtorch", "memcnn", "revlib")
+# These replay dropout only if asked to.
+OPTIONS: dict[str, dict[str, bool]] = {"revtorch": {"fix_random_seed": True}, "memcnn": {"preserve_rng_state": True}}
 WIDTH, DEPTH, TOKENS, BATCH, OUTPUTS = 8, 4, 11, 4, 3
 
 
@@ -53,7 +55,7 @@ class Model(nn.Module):
         for function in functions:
             function.to(dtype)
         self.functions = functions  # a list: the stack registers them, under names of its own
-        self.stack = CONTESTANTS[contestant](list(zip(functions[::2], functions[1::2])))
+        self.stack = build(contestant, functions)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.stack(self.embedding(tokens)))
@@ -64,6 +66,11 @@ class Model(nn.Module):
         for part, module in parts.items():
             for name, parameter in module.named_parameters():
                 yield f"{part}, {name}", parameter
+
+
+def build(contestant: str, functions: list[nn.Module]) -> nn.Module:
+    """A stack of the contestant's: every two functions are a block."""
+    return CONTESTANTS[contestant](list(zip(functions[::2], functions[1::2])), **OPTIONS.get(contestant, {}))
 
 
 def blocks_of(stack: nn.Module) -> list[nn.Module]:
@@ -104,6 +111,15 @@ def whole(tensor: Any) -> Any:
 
 
 Steps = dict[str, dict[str, "Tensor | None"]]
+
+
+def autocast_step(model: Callable[..., Tensor], inner: Model) -> dict[str, Tensor | None]:
+    """The gradients of a step. Forward alone is under autocast, as its documentation wants it; backward is not."""
+    tokens, targets = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(tokens)
+    nn.functional.mse_loss(output.double(), targets).backward()
+    return gradients(inner)
 
 
 def steps(model: Callable[..., Tensor], inner: Model | None = None, count: int = 1, rank: int | None = None) -> Steps:

@@ -76,10 +76,10 @@ def brief(detail: str) -> str:
     """An error in one line, without the places of one machine."""
     lines = [line.strip() for line in detail.splitlines() if line.strip()]
     text = " ".join(lines[:2])
-    text = re.sub(r"(?:/[\w.+-]+){2,}/?", lambda match: Path(match[0]).name, text)
+    text = re.sub(r"(?<![\w:/])(?:/[\w.+-]+){2,}/?", lambda match: Path(match[0]).name, text)
     text = re.sub(r"127\.0\.0\.1\]?:\d+", "the other process", text)
     text = re.sub(r"0x[0-9a-f]+", "0x…", text)
-    text = text if len(text) <= 400 else text[:400].rsplit(" ", 1)[0] + " …"
+    text = text if len(text) <= 300 else text[:300].rsplit(" ", 1)[0] + " …"
     return re.sub(r"([<>|*_])", r"\\\1", text)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -40,6 +41,7 @@ def run(row: Row, contestant: str, limit: float = LIMIT, registry: str = "compat
 
 
 def _stage(row: Row, contestant: str, stage: int, count: int, folder: Path, limit: float, registry: str) -> Outcome:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more would be processes that outlive a killed one
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["compatibility.rows"])
     port = _free_port()
@@ -112,6 +114,7 @@ def _work(registry: str, key: str, contestant: str, stage: int, rank: int, count
     # partner may wait for this one to close its connection first.
     if verdict == EQUAL and dist.is_initialized() and not row.launched:
         dist.barrier()
+    multiprocessing.util._run_finalizers()  # what multiprocessing itself does last
     os._exit(0)
 
 

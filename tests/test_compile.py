@@ -185,6 +185,93 @@ def test_training(way, memory):
     assert zoo.worst(train(WAYS[way](Model(REVERSED[memory], normalized), "aot_eager")), expected) < 1e-9
 
 
+@every_memory
+@pytest.mark.parametrize("compiled_autograd", [False, True])
+def test_a_compiled_step_that_calls_backward(compiled_autograd, memory):
+    """Backward is then called with the compiler at work, and forward ran without."""
+    dropping = lambda: zoo.Mix(4, dropout=0.5)  # noqa: E731
+
+    def step(model: nn.Module) -> None:
+        zoo.loss(model(batch())).backward()
+
+    def train(step: Callable[[nn.Module], None], memory: Any) -> list[Tensor | None]:
+        model = Model(memory, dropping)
+        torch.manual_seed(3)
+        step(model)
+        step(model)
+        return [p.grad for p in model.parameters()]
+
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
+        got = train(torch.compile(step, backend="aot_eager"), REVERSED[memory])
+    assert bool(torch._dynamo.utils.counters["compiled_autograd"]["captures"]) == compiled_autograd
+    assert zoo.worst(got, train(step, rg.Keep())) < 1e-9
+
+
+def test_fullgraph_says_what_to_do_instead():
+    model = torch.compile(Model(rg.Reverse()), backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"compile them with stack.compile\(\)"):
+        model(batch())
+    plain = torch.compile(Model(rg.Keep()), backend="aot_eager", fullgraph=True)
+    assert plain(batch()).requires_grad
+
+
+# --- stack.compile()
+
+
+def test_a_stack_compiles_its_functions():
+    """Each where it is: names and state stay; what is no module is replaced; what is used twice stays one."""
+    shared = zoo.Mix(4)
+
+    def g(x: Tensor) -> Tensor:
+        return x.sin()
+
+    counter = CompileCounterWithBackend("aot_eager")
+    stack = rg.ReversibleSequence([(shared, g), (zoo.Mix(4), g), (shared, g)]).double()
+    names, x = list(stack.state_dict()), batch()
+    expected = zoo.gradients(stack, stack(x), x)
+    stack.compile(backend=counter)
+    assert list(stack.state_dict()) == names
+    assert stack.blocks[0].f is stack.blocks[2].f is shared
+    assert stack.blocks[0].g is stack.blocks[1].g is not g
+    assert zoo.worst(zoo.gradients(stack, stack(x), x), expected) < 1e-9
+    assert counter.frame_count == 2  # Mix, and g
+
+
+def test_a_program_compiles_its_functions():
+    counter = CompileCounterWithBackend("aot_eager")
+    net = rg.Reversible([rg.Update("a", zoo.Mix(4), ("b",)), rg.Update("b", zoo.Mix(4), ("a",))]).double()
+    streams = {"a": batch(), "b": batch(seed=1)}
+    expected = zoo.gradients(net, net(streams), streams)
+    net.compile(backend=counter)
+    assert zoo.worst(zoo.gradients(net, net(streams), streams), expected) < 1e-9
+    assert counter.frame_count == 1
+
+
+def test_functions_that_differ_in_their_attributes_may_be_compiled_each_for_itself():
+    """Torch compiles 8 variants of one code and then runs it as it is; both times."""
+
+    class Scaled(zoo.Mix):
+        def __init__(self, scale: int) -> None:
+            super().__init__(4)
+            self.scale = scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    for options, compiled in (({}, 8), ({"isolate_recompiles": True}, 12)):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        stack = rg.ReversibleSequence(
+            [(Scaled(2 * i), Scaled(2 * i + 1)) for i in range(6)], memory=rg.Reverse(keep_last=False)
+        ).double()
+        x = batch()
+        expected = zoo.gradients(stack, stack(x), x)
+        stack.compile(backend=counter, **options)
+        assert zoo.worst(zoo.gradients(stack, stack(x), x), expected) < 1e-9
+        assert counter.frame_count == compiled
+
+
 # --- compiled once, run twice
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from compatibility.rows import (
+    basics,
     compiling,
     data_parallel,
     in_backward,
@@ -16,6 +17,7 @@ from compatibility.rows import (
 from compatibility.verdict import Row
 
 _TOPICS = (
+    basics.ROWS,
     data_parallel.ROWS,
     sharding.ROWS,
     sharding.CHECKPOINTS,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 from compatibility import networks
 from compatibility.networks import Model
@@ -62,14 +63,8 @@ def drop(way: Way, scene: Scene) -> Any:
 
 
 def autocast(way: Way, scene: Scene) -> Any:
-    """Forward alone is under autocast, as documented; backward is not."""
     model = Model(scene.contestant, dtype=torch.float32)
-    compiled = way(model, "aot_eager") if scene.contestant != "plain" else model
-    tokens, targets = networks.batch()
-    with torch.autocast("cpu", torch.bfloat16):
-        output = compiled(tokens)
-    nn.functional.mse_loss(output.double(), targets).backward()
-    return networks.gradients(model)
+    return networks.autocast_step(way(model, "aot_eager") if scene.contestant != "plain" else model, model)
 
 
 def recompilations(way: Way, scene: Scene) -> Any:
@@ -88,11 +83,25 @@ def compiled_once(scene: Scene) -> Any:
     return {"graphs in forward": True, "graphs compiled after the first forward": 0}
 
 
+def whole_step(scene: Scene, with_autograd: bool = False) -> Any:
+    """A compiled function that calls backward; with compiled autograd, what backward does is traced as well."""
+    model, found = Model(scene.contestant), {}
+    with torch._dynamo.config.patch(compiled_autograd=with_autograd):
+        step = torch.compile(lambda step: networks.loss(model, step).backward(), backend="aot_eager")
+        for i in range(STEPS):
+            step(i)
+            found[f"step {i + 1}"] = networks.gradients(model)
+    assert bool(counters["compiled_autograd"]["captures"]) == with_autograd
+    return found
+
+
 EPS = torch.finfo(torch.bfloat16).eps
 for title, way in WAYS.items():
     ROWS.add(title, functools.partial(train, way, "aot_eager"), plain)
     ROWS.add(f"{title}, with dropout", functools.partial(drop, way), functools.partial(drop, way))
     ROWS.add(f"{title}, under autocast", functools.partial(autocast, way), functools.partial(autocast, way), limit=4 * EPS)
     ROWS.add(f"{title}: compiled once, nothing in recompute", functools.partial(recompilations, way), compiled_once)
+ROWS.add("a step with its backward", whole_step, plain)
+ROWS.add("a step with its backward, compiled autograd", functools.partial(whole_step, with_autograd=True), plain)
 ROWS.add("f and g, by inductor", functools.partial(train, functions, "inductor"), plain)
 ROWS.add("the whole model, `fullgraph=True`", functools.partial(train, whole_graph, "aot_eager"), plain)

@@ -44,8 +44,10 @@ class Synchronized(Layer):
         return super().forward(x - mean)
 
 
-def train(ddp: dict[str, Any], options: dict[str, Any], scene: Scene) -> Any:
+def train(ddp: dict[str, Any], options: dict[str, Any], scene: Scene, compiled: bool = False) -> Any:
     model = Model(scene.contestant, **options)
+    if compiled:
+        model.stack.compile(backend="aot_eager")
     return networks.steps(DistributedDataParallel(model, **ddp), model, STEPS, scene.rank)
 
 
@@ -64,6 +66,9 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of DDP, 
 }
 for title, (ddp, options) in SETUPS.items():
     ROWS.add(title, functools.partial(train, ddp, options), functools.partial(alone, options), processes=2)
+
+
+ROWS.add("`stack.compile()` before", functools.partial(train, {}, {}, compiled=True), functools.partial(alone, {}), processes=2)
 
 
 def accumulate(scene: Scene) -> Any:

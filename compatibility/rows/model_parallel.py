@@ -62,10 +62,7 @@ class End(nn.Module):
 def stages(schedule: Any, scene: Scene) -> Any:
     """Two stacks of half the depth: what passes from one to the other are both streams."""
     model = Model(scene.contestant)
-    build = networks.CONTESTANTS[scene.contestant]
-    first, second = (
-        build(list(zip(functions[::2], functions[1::2]))) for functions in (model.functions[:DEPTH], model.functions[DEPTH:])
-    )
+    first, second = (networks.build(scene.contestant, half) for half in (model.functions[:DEPTH], model.functions[DEPTH:]))
     module = Start(model, first) if scene.rank == 0 else End(model, second)
     run_schedule(schedule, PipelineStage(module, scene.rank, 2, torch.device("cpu")), scene.rank)
     return {name: p.grad for name, p in own_part(model, scene.rank).items()}

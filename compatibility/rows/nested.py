@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from compatibility import networks
-from compatibility.networks import CONTESTANTS, WIDTH, Layer, Model
+from compatibility.networks import WIDTH, Layer, Model, build
 from compatibility.verdict import Rows, Scene
 
 ROWS = Rows("Nested and watched")
@@ -43,28 +43,26 @@ class Inner(nn.Module):
     def __init__(self, contestant: str, dropout: float = 0.0) -> None:
         super().__init__()
         self.widen, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.stack = CONTESTANTS[contestant]([(Layer(dropout), Layer(dropout)) for _ in range(2)])
+        self.stack = build(contestant, [Layer(dropout) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.narrow(self.stack(self.widen(x)))
 
 
-def seeded(
+def two_steps(
     model: Model, run: Callable[..., Tensor] | None = None, around: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> dict[str, Any]:
-    """Gradients of two steps with dropout, and where the generator ends."""
-    torch.manual_seed(3)
+    """Gradients of two steps."""
     with around():
-        found = networks.steps(run or model, model, 2)
-    return found | {"random state": torch.get_rng_state()}
+        return dict(networks.steps(run or model, model, 2))
 
 
 def with_layer(layer: Any, scene: Scene) -> Any:
-    return seeded(Model(scene.contestant, layer=layer, dropout=0.3))
+    return two_steps(Model(scene.contestant, layer=layer))
 
 
 def plain(scene: Scene) -> Any:
-    return seeded(Model("plain", dropout=0.3))
+    return two_steps(Model("plain"))
 
 
 ROWS.add("`torch.utils.checkpoint` inside f and g", functools.partial(with_layer, Checkpointed), plain)
@@ -72,8 +70,8 @@ ROWS.add("selective checkpointing inside f and g", functools.partial(with_layer,
 
 
 def around_stack(scene: Scene, **options: Any) -> Any:
-    model = Model(scene.contestant, dropout=0.3)
-    return seeded(
+    model = Model(scene.contestant)
+    return two_steps(
         model, lambda tokens: model.head(checkpoint(model.stack, model.embedding(tokens), use_reentrant=False, **options))
     )
 
@@ -83,16 +81,16 @@ ROWS.add("selective checkpointing around the stack", functools.partial(around_st
 
 
 def stack_in_stack(scene: Scene) -> Any:
-    model = Model(scene.contestant, layer=functools.partial(Inner, scene.contestant), dropout=0.3)
+    model = Model(scene.contestant, layer=functools.partial(Inner, scene.contestant))
     # Names of inner parameters depend on the contestant, their order does not.
-    return {name: list(found.values()) if isinstance(found, dict) else found for name, found in seeded(model).items()}
+    return {name: list(found.values()) for name, found in two_steps(model).items()}
 
 
 ROWS.add("a stack inside a block of a stack", stack_in_stack, stack_in_stack)
 
 
 def inside(context: Callable[[], AbstractContextManager[Any]], scene: Scene) -> Any:
-    return seeded(Model(scene.contestant, dropout=0.3), around=context)
+    return two_steps(Model(scene.contestant), around=context)
 
 
 ROWS.add("`torch.autograd.graph.save_on_cpu`", functools.partial(inside, torch.autograd.graph.save_on_cpu), plain)
@@ -102,7 +100,7 @@ ROWS.add("anomaly mode", functools.partial(inside, torch.autograd.detect_anomaly
 def flops(scene: Scene) -> Any:
     """It must see backward's products too: twice forward's, and whatever is recomputed."""
     counter = FlopCounterMode(display=False)
-    found = seeded(Model(scene.contestant, dropout=0.3), around=lambda: counter)
+    found = two_steps(Model(scene.contestant), around=lambda: counter)
     return found | {"all of the step was seen": counter.get_total_flops() >= counted()}
 
 
@@ -110,8 +108,7 @@ def flops(scene: Scene) -> Any:
 def counted() -> int:
     """The FLOPs of the same steps in plain autograd."""
     counter = FlopCounterMode(display=False)
-    with torch.random.fork_rng():
-        seeded(Model("plain", dropout=0.3), around=lambda: counter)
+    two_steps(Model("plain"), around=lambda: counter)
     return counter.get_total_flops()
 
 
@@ -124,7 +121,7 @@ ROWS.add("`FlopCounterMode`", flops, flops_of_plain)
 
 def profiled(scene: Scene) -> Any:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        found = seeded(Model(scene.contestant, dropout=0.3))
+        found = two_steps(Model(scene.contestant))
     return found | {"layers seen": any(event.key == "aten::addmm" for event in profile.key_averages())}
 
 
@@ -140,18 +137,18 @@ def doubled(module: nn.Module, args: Any, output: Any) -> Any:
 
 def forward_hooks(scene: Scene) -> Any:
     """Hooks that change what f reads and what g returns: in recompute as in forward."""
-    model = Model(scene.contestant, dropout=0.3)
+    model = Model(scene.contestant)
     for i, function in enumerate(model.functions):
         if i % 2:
             function.register_forward_hook(doubled)
         else:
             function.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-    return seeded(model)
+    return two_steps(model)
 
 
 def backward_hooks(scene: Scene) -> Any:
     """What full backward hooks on f and g see, and how often; one of them changes it."""
-    model, seen = Model(scene.contestant, dropout=0.3), {}
+    model, seen = Model(scene.contestant), {}
     for i, function in enumerate(model.functions):
 
         def look(module: nn.Module, inputs: Any, outputs: Any, i: int = i) -> Any:
@@ -159,24 +156,24 @@ def backward_hooks(scene: Scene) -> Any:
             return (inputs[0] * 2,) if i == 1 else None
 
         function.register_full_backward_hook(look)
-    return seeded(model) | {"seen by hooks": seen}
+    return two_steps(model) | {"seen by hooks": seen}
 
 
 def gradient_hooks(scene: Scene) -> Any:
     """Hooks on parameters fire once a backward, with the whole gradient, although weights are shared."""
-    model, seen = Model(scene.contestant, dropout=0.3, shared=True), {}
+    model, seen = Model(scene.contestant, shared=True), {}
     for name, parameter in model.named():
         parameter.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(grad.clone()))
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.setdefault(name, []).append(p.grad.clone()))
-    return seeded(model) | {"seen by hooks": seen}
+    return two_steps(model) | {"seen by hooks": seen}
 
 
 def module_hooks(scene: Scene) -> Any:
     """Hooks on the stack itself."""
-    model, seen = Model(scene.contestant, dropout=0.3), []
+    model, seen = Model(scene.contestant), []
     model.stack.register_forward_hook(doubled)
     model.stack.register_full_backward_pre_hook(lambda module, grads: seen.append(grads[0].clone()))
-    return seeded(model) | {"seen by hooks": seen}
+    return two_steps(model) | {"seen by hooks": seen}
 
 
 for title, run in {

@@ -54,8 +54,10 @@ def train_steps(model: Model, optimizer: torch.optim.Optimizer, count: range, ra
     return found | {"parameters": networks.parameters(model)}
 
 
-def train(choose: Callable[[Model], list[nn.Module]], options: dict[str, Any], scene: Scene) -> Any:
+def train(choose: Callable[[Model], list[nn.Module]], options: dict[str, Any], scene: Scene, compiled: bool = False) -> Any:
     model = Model(scene.contestant)
+    if compiled:
+        model.stack.compile(backend="aot_eager")
     shard(choose(model), **options)
     return train_steps(model, optimizer_of(model), range(STEPS), scene.rank)
 
@@ -77,6 +79,9 @@ PLACES: dict[str, tuple[Callable[[Model], list[nn.Module]], dict[str, Any]]] = {
 }
 for title, (choose, options) in PLACES.items():
     ROWS.add(title, functools.partial(train, choose, options), alone, processes=2)
+ROWS.add(
+    "`stack.compile()` before", functools.partial(train, PLACES["on f, g and the root"][0], {}, compiled=True), alone, processes=2
+)
 
 
 def mixed(choose: Callable[[Model], list[nn.Module]], scene: Scene) -> Any:

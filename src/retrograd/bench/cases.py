@@ -9,6 +9,7 @@ import copy
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,10 +89,11 @@ class Plain(nn.Module):
         return x
 
 
-def _revtorch(blocks: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
+def _revtorch(blocks: list[tuple[nn.Module, nn.Module]], **options: Any) -> nn.Module:
     import revtorch  # type: ignore[import-not-found]
 
-    return revtorch.ReversibleSequence(nn.ModuleList(revtorch.ReversibleBlock(f, g, split_along_dim=-1) for f, g in blocks))
+    reversible = (revtorch.ReversibleBlock(f, g, split_along_dim=-1, **options) for f, g in blocks)
+    return revtorch.ReversibleSequence(nn.ModuleList(reversible))
 
 
 def _revlib(blocks: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
@@ -100,11 +102,11 @@ def _revlib(blocks: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
     return revlib.ReversibleSequential(*(fn for pair in blocks for fn in pair), split_dim=-1)
 
 
-def _memcnn(blocks: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
+def _memcnn(blocks: list[tuple[nn.Module, nn.Module]], **options: Any) -> nn.Module:
     import memcnn  # type: ignore[import-not-found]
 
     couple = (memcnn.AdditiveCoupling(f, g, split_dim=-1) for f, g in blocks)
-    return nn.Sequential(*(memcnn.InvertibleModuleWrapper(c, keep_input=False) for c in couple))
+    return nn.Sequential(*(memcnn.InvertibleModuleWrapper(c, keep_input=False, **options) for c in couple))
 
 
 def _reformer(blocks: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
@@ -113,7 +115,7 @@ def _reformer(blocks: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
     return ReversibleSequence(nn.ModuleList(nn.ModuleList(pair) for pair in blocks))
 
 
-CONTESTANTS: dict[str, Callable[[list[tuple[nn.Module, nn.Module]]], nn.Module]] = {
+CONTESTANTS: dict[str, Callable[..., nn.Module]] = {
     "plain": Plain,
     "checkpoint": lambda blocks: Plain(blocks, checkpoint),
     "retrograd": lambda blocks: rg.ReversibleSequence(blocks, streams=rg.Split()),

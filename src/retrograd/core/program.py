@@ -109,8 +109,10 @@ class Run:
     def update(self, step: Step) -> None:
         """Apply one update."""
         state, target = self.state, self.state[step.target]
-        # Inference tensors count no versions; nothing will ever be rebuilt from them either.
-        leaves = [leaf for name in (step.target, *step.reads) for leaf in state[name] if not leaf.is_inference()]
+        leaves: list[Tensor] = []
+        if not torch.compiler.is_compiling():  # a graph that is traced has neither versions nor anything to rebuild
+            # Inference tensors count no versions; nothing will ever be rebuilt from them either.
+            leaves = [leaf for name in (step.target, *step.reads) for leaf in state[name] if not leaf.is_inference()]
         versions = [leaf._version for leaf in leaves]
         reads = [self.read(name) for name in step.reads]
         try:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from retrograd.core import errors
 from retrograd.core.operations import ReuseOperations
-from retrograd.core.private import pop_hooks, push_hooks, set_grad_mode, storage_users
+from retrograd.core.private import pop_hooks, push_hooks, set_grad_mode, storage_users, without_compiler
 from retrograd.core.program import Dtypes, Parts, Program, State, Step, call, couple, fit, place, read
 from retrograd.core.replay import Buffers, Scene, check_unedited, recomputing, version_of
 from retrograd.core.streams import Leaves, Spec, describe, flatten, unflatten
@@ -170,6 +170,10 @@ class Walk:
 
     # --- called by autograd, in backward, possibly from several threads
 
+    # Without the compiler: backward may be called from a function that is compiled, whose compiler would take up the functions
+    # that forward ran as they are. [Note: torch.compile]
+
+    @without_compiler
     def refill(self, frame: Frame, slot: int) -> list[Tensor | None]:
         """What an update saved, made again."""
         index = frame.index
@@ -200,6 +204,7 @@ class Walk:
                 self.anchor, self.anchor_versions = (at, aliases(self.state)), versions_of(self.state)  # type: ignore[assignment]
             self.recompute(at - 1, undo=True)  # type: ignore[operator]
 
+    @without_compiler
     def arrive(self, index: int, _: object) -> None:
         """A hook, run when backward arrives at the output of update `index`.
 
