@@ -114,7 +114,7 @@ def _work(registry: str, key: str, contestant: str, stage: int, rank: int, count
     # partner may wait for this one to close its connection first.
     if verdict == EQUAL and dist.is_initialized() and not row.launched:
         dist.barrier()
-    multiprocessing.util._run_finalizers()  # what multiprocessing itself does last
+    multiprocessing.util._run_finalizers()  # type: ignore[attr-defined] # what multiprocessing itself does last
     os._exit(0)
 
 

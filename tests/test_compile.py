@@ -272,6 +272,17 @@ def test_functions_that_differ_in_their_attributes_may_be_compiled_each_for_itse
         assert counter.frame_count == compiled
 
 
+@pytest.mark.parametrize("memory", [*REVERSED.values(), rg.Budget("100%")])
+def test_the_engine_itself_is_not_compiled(memory, caplog):
+    """Its hooks run inside compiled functions, where the compiler would take them up, once for every number of saved tensors."""
+    model = Model(memory)
+    model.stack.compile(backend="aot_eager")
+    with caplog.at_level("WARNING", logger="torch._dynamo"):
+        for _ in range(2):
+            zoo.loss(model(batch())).backward()
+    assert not caplog.records
+
+
 # --- compiled once, run twice
 
 

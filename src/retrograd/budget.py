@@ -25,11 +25,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from retrograd.core.errors import RetrogradError
 from retrograd.core.memory import Choice, Plan, Reverse
 from retrograd.core.private import CPU_ATTENTION, surrounding_hooks
-from retrograd.core.streams import distinct_bytes, flatten, local, storage_of
+from retrograd.core.replay import as_bytes
+from retrograd.core.streams import distinct_bytes, flatten, largest_shard, local, nbytes, storage_of
 from retrograd.measure import LiveBytes, flops_of
 
 # What a device does in a second: operations, bytes. Rough, because only ratios matter, and fixed, because every process of a
@@ -92,23 +94,23 @@ class _Watch(LiveBytes):
         self.edited: set[int] = set()  # memory that was written to again, and so cannot be kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        saves, before, random = len(self.frame.store), self.now, torch.get_rng_state()
+        saves, before, random = len(self.frame.store), self.now, as_bytes(torch.get_rng_state())
         result = super().__torch_dispatch__(func, types, args, kwargs)
         # One that draws must run again: whatever draws after it would draw something else.
-        draws = torch.Tag.nondeterministic_seeded in func.tags or not torch.equal(torch.get_rng_state(), random)
-        if func._schema.is_mutable:
+        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or as_bytes(torch.get_rng_state()) != random
+        if hasattr(func, "_schema") and func._schema.is_mutable:
             self.edited |= set(map(storage_of, _tensors((*args[:1], *(kwargs or {}).values()))))
         number = self.calls[func] = self.calls.get(func, -1) + 1
-        made = sum(t.untyped_storage().nbytes() for t in _tensors(result)) if self.now != before else 0
+        made = distinct_bytes(_tensors(result)) if self.now != before else 0
         flops = _flops(func, args, kwargs or {}, result)
         kind = next((t.device.type for t in _tensors((args, kwargs))), "cpu")
         per_second, bandwidth = SPEED.get(kind, SPEED["cuda"])
         inputs, outputs = list(_tensors(args)), list(_tensors(result))
-        moved = sum(t.nbytes for t in inputs + outputs) if made else 0
+        moved = sum(map(nbytes, inputs + outputs)) if made else 0
         seconds = (flops or 0) / per_second + moved / bandwidth
         # The gradients of parameters are counted elsewhere; those of a view take no memory.
         given = [t for t in inputs if t.is_floating_point() and storage_of(t) not in self.parameters] if made else []
-        gradients = sum(t.nbytes for t in given + outputs) if made else 0
+        gradients = sum(map(nbytes, given + outputs)) if made else 0
         memory = frozenset(map(storage_of, outputs)) if made else frozenset()
         self.measured.operations.append(
             Operation(func, number, seconds, made, gradients, saves, flops is not None and not draws, memory)
@@ -173,7 +175,7 @@ class Profile:
         measured.backward = max([distinct_bytes(own), *held])
         saved_memory = {storage_of(tensor) for tensor in own if tensor is not None}
         measured.operations = [o._replace(made=o.made - saved_memory) for o in measured.operations]
-        measured.gradients = {id(p): local(p).nbytes for p in parameters if p.requires_grad}
+        measured.gradients = {id(p): largest_shard(p) for p in parameters if p.requires_grad}
 
     def finish(self, state: Mapping[str, Sequence[Any]]) -> None:
         self.state_bytes = sum(leaf.nbytes for leaves in state.values() for leaf in leaves)
@@ -221,7 +223,7 @@ class Profile:
             return Plan(n, n)
         if limit < max(needs, default=0):
             raise BudgetError(too_small(budget, limit, max(needs), self.plain(fresh), fresh))
-        room = torch.tensor([limit - need for need in needs])
+        room = [limit - need for need in needs]
         ways = [levels(measured) for measured in self.updates]
         has = [way[0] for way in ways]
         kept = n  # where the cut is: from there on, everything
@@ -244,10 +246,10 @@ class Profile:
                     offer(u, after)
                 continue
             more, own = after.bytes - before.bytes, after.own - before.own
-            if u >= kept or own > room[u] or (u + 1 < n and more > room[u + 1 :].min()):
+            later = room[u + 1 :]
+            if u >= kept or own > room[u] or (later and more > min(later)):
                 continue
-            room[u] -= own
-            room[u + 1 :] -= more
+            room[u:] = [room[u] - own, *[free - more for free in later]]
             has[u] = after
             if after.choice is None:
                 kept = u
@@ -318,7 +320,8 @@ class Budget:
 
     def plan(self, targets: Sequence[str], streams: Any, keywords: Any, module: Any, program: Any) -> Plan:
         """The plan for a call of `module`; on the first one of its kind, to watch."""
-        if surrounding_hooks():  # what surrounds us runs this forward again, and must find the same graph
+        # What surrounds us runs this forward again, and must find the same graph; lazy modules have no shapes yet.
+        if surrounding_hooks() or any(map(is_lazy, module.parameters())):
             return Reverse(keep_last=False).plan(targets)
         profiles, structure = module._backstage.profiles, module._backstage.structure
         same = structure is not None and [fns[0] for fns in structure.functions] == [step.fn for step in program]
@@ -326,7 +329,7 @@ class Budget:
         functions = [(step.target, id(step.fn)) for step in program]
         trained = sum(parameter.requires_grad for parameter in parameters)
         key = (module.training, len(parameters), trained, *functions, *map(_signature, (streams, keywords)))
-        fresh = all(parameter.grad is None for parameter in parameters)
+        fresh = all(parameter.grad is None for parameter in parameters if parameter.is_leaf)
         if key not in profiles or not profiles[key].is_complete:
             while len(profiles) >= REMEMBERED:
                 profiles.pop(next(iter(profiles)))

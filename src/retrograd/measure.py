@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from retrograd.core.private import DispatchMode
 from retrograd.core.replay import is_recomputing
-from retrograd.core.streams import flatten
+from retrograd.core.streams import flatten, storage_of
 
 
 class LiveBytes(DispatchMode):
@@ -43,6 +43,8 @@ class LiveBytes(DispatchMode):
         (1024, 2048)
     """
 
+    supports_higher_order_operators = True  # such as torch.cond: as one operation
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
@@ -54,13 +56,13 @@ class LiveBytes(DispatchMode):
         result = func(*args, **(kwargs or {}))
         inputs = None
         for leaf in flatten(result)[0]:
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 storage = leaf.untyped_storage()
                 if storage._cdata in self._sizes:
                     continue
                 if inputs is None:  # a view or an in-place result of a tensor from before
                     leaves = flatten((args, kwargs or {}))[0]
-                    inputs = {t.untyped_storage()._cdata for t in leaves if isinstance(t, Tensor)}
+                    inputs = {storage_of(t) for t in leaves if isinstance(t, Tensor)}
                 self._add(storage, 0 if storage._cdata in inputs else storage.nbytes())
         return result
 
@@ -98,6 +100,7 @@ class Flops(DispatchMode):
     As `torch.utils.flop_counter.FlopCounterMode`, without its hooks on modules, which not every module can stand.
     """
 
+    supports_higher_order_operators = True
     total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -334,7 +334,7 @@ class Update(nn.Module):
         return f"target={self.target!r}, reads={self.reads!r}, coupling={self.coupling!r}{route}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What `fn` gives; a program calls `fn` itself and couples its output."""
+        """What `fn` gives; the program couples it."""
         return self.fn(*args, **kwargs)
 
 
@@ -430,7 +430,8 @@ class Reversible(_Stack):
             taken.update(keywords.values())
             returns = getattr(u.coupling, "returns", _ADD.returns)
             coupling = self.precision.coupling(u.coupling, f"updates[{i}]")
-            program.append(Step(f"updates.{i}", u.target, u.reads, u.fn, coupling, keywords, returns))
+            # Through the update, not to its function: hooks on it run, FSDP's among them.
+            program.append(Step(f"updates.{i}", u.target, u.reads, u, coupling, keywords, returns))
         if program:
             check_all_taken(kwargs, taken, program, "rg.Update(..., route=({!r},))")
         return program

@@ -106,6 +106,24 @@ def edited_parameter(where: str, name: str, versions: tuple[int, int]) -> Retrog
     return explain(InPlaceError, where, what, why, "call backward() before optimizer.step(), and edit parameters after it.")
 
 
+def lost_parameter(name: str) -> RetrogradError:
+    what = f"needs parameter {name!r} of a module, and the module has no such parameter any more."
+    why = "it was pruned, parametrized or otherwise rebuilt after forward, and the function must run again as it was."
+    return explain(RecomputeError, "backward", what, why, "call backward() first, and change modules after it.")
+
+
+def scripted(name: str) -> RetrogradError:
+    what = f"has buffers ({name!r}) in TorchScript."
+    why = "buffers must be what forward saw when it runs again, and those of a script cannot be swapped."
+    return explain(RetrogradError, "a function", what, why, "use the module itself, torch.compile, or memory=rg.Keep().")
+
+
+def in_inference_mode() -> RetrogradError:
+    what = "was called under torch.inference_mode()."
+    why = "functions run again there, and tensors of inference mode have no gradients."
+    return explain(RetrogradError, "backward", what, why, "call backward() outside of it; torch.no_grad() is fine.")
+
+
 def edited_buffer(where: str, name: str, versions: tuple[int, int]) -> RetrogradError:
     what = f"needs buffer {name!r} as forward saw it (version {versions[0]}), but it is at version {versions[1]}."
     why = "the function would be recomputed with another buffer than it ran with."
@@ -173,6 +191,7 @@ def other_recompute(where: str, then: list[Any], now: list[Any]) -> RetrogradErr
     return RecomputeError(
         f"{where} saved {len(then)} tensors in forward and {len(now)} in recompute.\n"
         f"  First difference: forward saved {a}, recompute {b}.\n"
-        "  Usual causes: a cache that grows on each call, routing that depends on rounding, state outside the module.\n"
+        "  Usual causes: a cache that grows on each call, routing that depends on rounding, state outside the module;\n"
+        "  an attribute (an adapter, a flag) or a backend (sdpa_kernel) that was another one when forward ran.\n"
         "  Fix: rg.is_recomputing() lets the function leave such state alone; memory=rg.Keep() does not recompute."
     )

@@ -2,8 +2,8 @@
 
 As torch's selective checkpointing does (`torch.utils.checkpoint.create_selective_checkpoint_contexts`), with two differences
 that a recompute inside backward needs: an operation that forward did not run simply runs (autocast casts a shared weight once
-in forward and twice in recompute), and a graph may be walked twice. Where an operation's inputs have other shapes than in
-forward, or what it had returned was written to since, it runs as well.
+in forward and twice in recompute), and a graph may be walked twice. Where an operation stands elsewhere in the function than in
+forward, has inputs of other shapes, or what it had returned was written to since, it runs as well.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ Operation = tuple[Any, int]  # an operation, and which of its calls
 
 
 class Kept(NamedTuple):
+    saves: int  # how many tensors autograd had saved before: where in the function it was
     inputs: list[Any]  # shapes and dtypes
     leaves: list[Any]  # what it returned, outside the graph
     spec: Spec
@@ -28,9 +29,12 @@ class Kept(NamedTuple):
 class KeepOperations(DispatchMode):
     """While active, keeps what the chosen operations return."""
 
-    def __init__(self, chosen: frozenset[Operation]) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, chosen: frozenset[Operation], frame: Any) -> None:
         super().__init__()
         self.chosen = chosen
+        self.frame = frame
         self.calls: dict[Any, int] = {}
         self.kept: dict[Operation, Kept] = {}
 
@@ -40,22 +44,27 @@ class KeepOperations(DispatchMode):
         if (func, number) in self.chosen:
             leaves, spec = flatten(result)
             leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            self.kept[func, number] = Kept(_shapes(args), leaves, spec, _versions(leaves))
+            self.kept[func, number] = Kept(len(self.frame.store), _shapes(args), leaves, spec, _versions(leaves))
         return result
 
 
 class ReuseOperations(DispatchMode):
     """While active, operations that were kept return what they did then."""
 
-    def __init__(self, kept: dict[Operation, Kept]) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: dict[Operation, Kept], recount: Any) -> None:
         super().__init__()
         self.kept = kept
+        self.recount = recount
         self.calls: dict[Any, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number = self.calls[func] = self.calls.get(func, -1) + 1
         kept = self.kept.get((func, number))
-        if kept is None or kept.inputs != _shapes(args) or kept.versions != _versions(kept.leaves):
+        if kept is None or kept.saves != len(self.recount.store):
+            return func(*args, **(kwargs or {}))
+        if kept.inputs != _shapes(args) or kept.versions != _versions(kept.leaves):
             return func(*args, **(kwargs or {}))
         return unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in kept.leaves], kept.spec)
 

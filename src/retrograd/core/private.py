@@ -36,6 +36,16 @@ NormWithStatistics = _NormBase
 without_compiler = torch._disable_dynamo
 
 
+def never_compiled(fn: Any) -> Any:
+    """`fn`, which the compiler then leaves alone wherever it meets it; unlike `without_compiler`, at no cost. Not what it calls.
+
+    `torch.compiler.disable(recursive=False)` would replace it, if it did not wrap the function.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+    frames.set_code_exec_strategy(fn.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT))
+    return fn
+
+
 def break_graph(reason: str) -> None:
     """Tells a compiler that must not break its graph why it has to. A reason in `without_compiler` would replace it."""
     if torch.compiler.is_compiling():
@@ -48,6 +58,11 @@ has_step_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
 # What attention on a CPU runs. torch's FLOP counter has no formula for it; once it has, this is not needed.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values: one of `FakeTensorMode`, whose class has no public name."""
+    return type(tensor).__name__ == "FakeTensor"
 
 
 def surrounding_hooks() -> bool:

@@ -104,7 +104,17 @@ class Run:
         self.resume(state)
 
     def resume(self, state: State) -> None:
+        if self.grid is not None:
+            self.check_dtypes(state)
         self.state = state
+
+    def check_dtypes(self, state: State) -> None:
+        """Raise if a hook on a block cast a stream: it would be off the grid."""
+        for name, leaves in state.items():
+            for before, after in zip(self.state[name], leaves):
+                if after.dtype != before.dtype:
+                    where = f"before update {self.index} of {len(self.program)},"
+                    raise errors.replaced_stream(where, name, describe(before), describe(after))
 
     def update(self, step: Step) -> None:
         """Apply one update."""

@@ -22,7 +22,6 @@ import functools
 import itertools
 import operator
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -31,9 +30,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from retrograd.core import errors
-from retrograd.core.private import NormWithStatistics, has_step_hooks
+from retrograd.core.holdings import Holdings, is_users
+from retrograd.core.private import NormWithStatistics, has_step_hooks, is_fake
+from retrograd.core.streams import nbytes
 
 
 class _Recomputing(threading.local):
@@ -83,12 +85,14 @@ class Cast:
     first_parameter: int
     first_held: int
 
-    def __init__(self, number: int, modules: list[nn.Module]) -> None:
+    def __init__(self, number: int, functions: tuple[Any, ...]) -> None:
         self.number = number
         self.saved: list[Any] = []  # what autograd saved when it last ran: see `walk.Record.saved`
-        self.modules = modules
+        self.holdings = Holdings(functions)
+        self.modules = modules = self.holdings.modules
         self.parameters = [p for m in modules if m._parameters for p in m._parameters.values() if p is not None]
-        self.users = [m for m in modules if m.__class__.__module__[:8] != "torch.nn"]  # torch's own hold no surprises
+        self.parameters += self.holdings.weights
+        self.users = [m for m in modules if is_users(m)]
         self.users_buffers = [m._buffers for m in self.users]
 
 
@@ -102,20 +106,22 @@ class Structure:
         for fns in functions:
             key = tuple(map(id, fns))
             if key not in casts:
-                casts[key] = Cast(len(casts), modules_of(*fns))
+                casts[key] = Cast(len(casts), fns)
             self.casts.append(casts[key])
         self.distinct = list(casts.values())
         self.modules: list[nn.Module] = []
         self.parameters: list[Tensor] = []
         self.slots: list[dict[str, Any]] = []  # of each module: its parameters, its submodules
         self.held: list[Any] = []
+        self.names: list[str] = []  # theirs
         for cast in self.distinct:
             cast.first_module, cast.first_parameter, cast.first_held = len(self.modules), len(self.parameters), len(self.held)
             self.modules += cast.modules
             self.parameters += cast.parameters
-            slots = [slot for m in cast.modules for slot in (m._parameters, m._modules)]
+            slots = [slot for m in cast.modules for slot in slots_of(m)]
             self.slots += slots
             self.held += [value for slot in slots for value in slot.values()]
+            self.names += [name for slot in slots for name in slot]
         self.dtypes = {parameter.dtype for parameter in self.parameters}
         self.sizes = [len(slot) for slot in self.slots]
         self.buffers = [m._buffers for m in self.modules]
@@ -123,7 +129,8 @@ class Structure:
     def is_current(self) -> bool:
         if list(map(len, self.slots)) != self.sizes:
             return False
-        return all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self.slots)), self.held))
+        now = itertools.chain.from_iterable([slot.values() for slot in self.slots])
+        return all(map(operator.is_, now, self.held)) and all(cast.holdings.is_current() for cast in self.distinct)
 
 
 class Backstage:
@@ -176,8 +183,8 @@ class Scene:
                 module = torch.get_device_module(device)
                 put = functools.partial(module.set_rng_state, device=device)
                 self.generators.append((functools.partial(module.get_rng_state, device), put))
-        own = [value for value in arguments if isinstance(value, torch.Generator)]
-        own += [v for cast in structure.distinct for m in cast.users for v in m.__dict__.values() if type(v) is torch.Generator]
+        own = [generator for cast in structure.distinct for generator in cast.holdings.generators]
+        own += Holdings([(arguments,)]).generators
         self.generators += [(g.get_state, g.set_state) for g in {id(g): g for g in own}.values()]
         kinds = sorted({"cpu", *(device.type for device in devices)})
         self.kinds = [kind for kind in kinds if torch.amp.is_autocast_available(kind)]
@@ -199,7 +206,7 @@ class Scene:
                 continue
             known = _constant.get(module, ())
             for name, buffer in module._buffers.items():
-                if buffer is None or buffer.is_inference():
+                if buffer is None or is_lazy(buffer) or buffer.is_inference():
                     seen.append((module, name, None, 0, None))
                     continue
                 if (name, module.training) not in known and id(buffer) not in copies:
@@ -220,7 +227,7 @@ class Scene:
                 if now is not None and now is not MISSING and not now.is_inference():
                     buffers.append((module, name, None, None))
                 continue
-            edited = buffer._version != version or (copy is not None and not copy.is_meta and not torch.equal(copy, buffer))
+            edited = buffer._version != version or (copy is not None and not is_equal(copy, buffer))
             complete = complete and not (edited and copy is None)
             # Statistics of normalisation are copied even if unchanged: another forward may change them before backward.
             if copy is not None and (edited or now is not buffer or isinstance(module, NormWithStatistics)):
@@ -229,7 +236,7 @@ class Scene:
                 buffers.append((module, name, buffer, version))
             if edited or now is not buffer:
                 _constant.get(module, set()).discard((name, module.training))
-            elif copy is not None and copy.nbytes > LARGE:
+            elif copy is not None and nbytes(copy) > LARGE:
                 _constant.setdefault(module, set()).add((name, module.training))
         if any(cast.users_buffers):  # a function of the user's own may have registered some
             known = {(module, name) for module, name, *_ in seen}
@@ -245,9 +252,8 @@ class Scene:
         ]
 
     def random_states(self) -> list[bytes]:
-        """The state of each generator. As bytes, because comparing them takes a tenth of comparing tensors."""
-        states = [get() for get, _ in self.generators]  # on the CPU, whatever device the generator is for
-        return [string_at(state.data_ptr(), state.nbytes) for state in states]
+        """The state of each generator, which is on the CPU, whatever device the generator is for."""
+        return [as_bytes(get()) for get, _ in self.generators]
 
     def set_random_states(self, states: list[bytes]) -> None:
         for (_, put), state in zip(self.generators, states):
@@ -267,12 +273,16 @@ class Scene:
                     undo.callback(setattr, module, "training", module.training)
                     module.training = flag
             for slot, size in zip(structure.slots[2 * start : 2 * end], structure.sizes[2 * start : 2 * end]):
-                values, at = structure.held[at : at + size], at + size
-                for (name, now), value in zip(list(slot.items()), values):
+                for name, value in zip(structure.names[at : at + size], structure.held[at : at + size]):
+                    now = slot.get(name, MISSING)
                     # FSDP swaps sharded and unsharded parameters, and has the right ones in place: put back plain tensors only.
-                    if now is not value and (isinstance(value, nn.Module) or {type(value), type(now)} <= {Tensor, nn.Parameter}):
+                    plain = {type(value), type(now)} <= {Tensor, nn.Parameter}
+                    if now is MISSING and isinstance(value, Tensor):
+                        raise errors.lost_parameter(name)
+                    if now is not value and (isinstance(value, nn.Module) or plain):
                         undo.callback(_put, slot, name, now)
                         slot[name] = value
+                at += size
             start, end = cast.first_parameter, cast.first_parameter + len(cast.parameters)
             for parameter, flag in zip(cast.parameters, self.flags[start:end]):
                 if parameter.requires_grad != flag and parameter.is_leaf:
@@ -293,6 +303,27 @@ class Scene:
             return undo.pop_all()
 
 
+def as_bytes(state: Tensor) -> bytes:
+    """A generator's state. To compare bytes takes a tenth of comparing tensors, and `FakeTensorMode` allows it."""
+    return string_at(state.data_ptr(), state.nbytes)
+
+
+def slots_of(module: nn.Module) -> tuple[Any, Any]:
+    """Where a module has its parameters and its submodules. A script's cannot be swapped, and need not: they are copies."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        return module._parameters, module._modules
+    for name, _ in module._buffers.items():
+        raise errors.scripted(name)
+    return dict(module._parameters.items()), {}
+
+
+def is_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether values are the same, as far as there are any and they can be compared."""
+    if a.is_meta or is_fake(a) or a.layout != torch.strided:
+        return True
+    return torch.equal(a, b)
+
+
 def _put(slot: dict[str, Any], name: str, value: Any) -> None:
     if value is MISSING:
         slot.pop(name, None)
@@ -304,38 +335,10 @@ def check_unedited(cast: Cast, versions: list[int], buffers: Buffers, where: str
     """Raise if a parameter or a constant buffer that the function still uses was edited since forward, naming it."""
     if list(map(version_of, cast.parameters)) != versions:
         names = {id(p): name for module in reversed(cast.modules) for name, p in module.named_parameters()}
+        names |= {id(p): "(a tensor of no module)" for p in cast.holdings.weights}
         for parameter, version in zip(cast.parameters, versions):
             if parameter._version != version and id(parameter) in names:
                 raise errors.edited_parameter(where, names[id(parameter)], (version, parameter._version))
     for _, name, value, version in buffers:
         if version is not None and value._version != version:
             raise errors.edited_buffer(where, name, (version, value._version))
-
-
-def modules_of(*functions: Any) -> list[nn.Module]:
-    """Every module inside the given callables. Written out because `nn.Module.modules()` builds names nobody needs here."""
-    found = [function for function in functions if isinstance(function, nn.Module)]
-    if len(found) < len(functions):
-        found += hidden_modules([function for function in functions if not isinstance(function, nn.Module)])
-    for module in found:  # grows while it is walked
-        if module._modules:
-            found.extend([child for child in module._modules.values() if child is not None])
-    return found
-
-
-def hidden_modules(values: list[Any]) -> list[nn.Module]:
-    """The modules that a lambda, a method, a partial or a callable object was made of."""
-    found, seen = [], set()
-    for value in values:  # grows while it is walked
-        if isinstance(value, nn.Module):
-            found.append(value)
-        elif callable(value) and not isinstance(value, type) and id(value) not in seen:
-            seen.add(id(value))
-            values += [getattr(value, "__self__", None), *(getattr(value, "__defaults__", None) or ())]
-            values += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != _EMPTY]
-            values += [value.func, *value.args, *value.keywords.values()] if isinstance(value, functools.partial) else ()
-            values += list(getattr(value, "__dict__", {}).values())
-    return found
-
-
-_EMPTY = types.CellType()

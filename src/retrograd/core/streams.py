@@ -5,6 +5,7 @@ A *stream* is a tensor or a pytree of tensors. The engine works on its leaves, s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -47,6 +48,10 @@ def flatten_stream(value: Any, name: str) -> tuple[Leaves, Spec]:
                 f"{name}{path} is {type(leaf).__name__} ({leaf!r:.60}). A stream is a tensor or a pytree (dict, list, tuple) of "
                 "tensors; pass anything else as a keyword argument."
             )
+    for leaf in leaves:
+        if leaf.is_nested or leaf.layout != torch.strided:
+            kind = "a nested tensor" if leaf.is_nested else f"of layout {str(leaf.layout).removeprefix('torch.')}"
+            raise TypeError(f"{name} is {kind}. Streams are strided tensors: pad it, or make it dense; functions may use any.")
     return leaves, spec
 
 
@@ -57,6 +62,8 @@ def dense(leaf: Tensor) -> Tensor:
     slice, the function would see other strides the second time, and kernels may round differently on them; `nn.Linear` even saves
     other tensors. The copy also lets go of the tensor that the slice is of.
     """
+    if leaf.is_inference() and not torch.is_inference_mode_enabled():
+        return leaf.clone()  # autograd cannot save such a tensor
     if leaf.is_contiguous() or type(leaf) is not Tensor or torch.empty_like(leaf, device="meta").stride() == leaf.stride():
         return leaf
     return leaf.clone()
@@ -67,14 +74,33 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def largest_shard(tensor: Any) -> int:
+    """Bytes of a tensor: of the largest shard that any process has, if it is distributed. So the same in every process."""
+    shape = list(tensor.shape)
+    for i, placement in enumerate(getattr(tensor, "placements", ())):
+        if placement.is_shard():
+            shape[placement.dim] = -(-shape[placement.dim] // tensor.device_mesh.size(i))
+    return math.prod(shape) * tensor.element_size()
+
+
 def storage_of(tensor: Tensor) -> int:
     """Which memory a tensor is in."""
-    return tensor.untyped_storage()._cdata
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Of the tensor itself, of whatever layout."""
+    if tensor.layout == torch.strided:
+        return tensor.nbytes
+    if tensor.is_sparse:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.values().nbytes if tensor.is_sparse_csr else math.prod(tensor.shape) * tensor.element_size()
 
 
 def distinct_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the memory that these tensors are in, each piece counted once."""
-    return sum({storage_of(t): t.untyped_storage().nbytes() for t in tensors if t is not None}.values())
+    memory = {storage_of(t): t for t in tensors if t is not None}.values()
+    return sum(t.untyped_storage().nbytes() if t.layout == torch.strided else nbytes(t) for t in memory)
 
 
 def leaf_names(value: Any) -> list[str]:

@@ -25,7 +25,7 @@ from retrograd.core.operations import KeepOperations
 from retrograd.core.private import pop_hooks, push_hooks, surrounding_hooks
 from retrograd.core.program import Parts, Program, Run, State, Step, call, couple, fit, place
 from retrograd.core.replay import Backstage, Scene, version_of
-from retrograd.core.streams import Leaves, describe, distinct_bytes
+from retrograd.core.streams import Leaves, describe, distinct_bytes, nbytes
 from retrograd.core.updates import TRUSTED
 from retrograd.core.walk import Arguments, Frame, Record, Walk, aliases, meta, versions_of
 from retrograd.core.waypoints import Waypoints
@@ -182,7 +182,7 @@ class Tape(Run):
         if watcher is not None:
             with watcher.watch(self.index, frame, self.scene.casts[self.index].parameters):
                 return call(step, reads, self.keywords)
-        with KeepOperations(choice.operations) as keep:
+        with KeepOperations(choice.operations, frame) as keep:
             frame.operations = keep.kept
             return call(step, reads, self.keywords)
 
@@ -192,9 +192,13 @@ class Tape(Run):
         # and must find the same graph.
         if surrounding_hooks():
             return False
+        # [Note: several processes] Functions may communicate, in forward and again in recompute. What is rebuilt must be the same
+        # in every process, and here it would depend on the shapes and gradients of one.
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            return False
         to_come = 0
         for cast in self.scene.casts:
-            to_come += sum(p.nbytes for p in cast.parameters if p.requires_grad and p.grad is None)
+            to_come += sum(nbytes(p) for p in cast.parameters if p.requires_grad and p.is_leaf and p.grad is None)
             if is_spare(self.sample_bytes, to_come):
                 return True
         return False

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from retrograd.core import errors
 from retrograd.core.operations import ReuseOperations
-from retrograd.core.private import pop_hooks, push_hooks, set_grad_mode, storage_users, without_compiler
+from retrograd.core.private import never_compiled, pop_hooks, push_hooks, set_grad_mode, storage_users, without_compiler
 from retrograd.core.program import Dtypes, Parts, Program, State, Step, call, couple, fit, place, read
 from retrograd.core.replay import Buffers, Scene, check_unedited, recomputing, version_of
 from retrograd.core.streams import Leaves, Spec, describe, flatten, unflatten
@@ -43,7 +43,7 @@ class Record:
 
     needs_grad: list[bool]  # of the target's leaves and then of each read's: [Note: why reads keep requires_grad]
     dtypes: dict[str, Dtypes]  # in which it read the streams
-    random: list[bytes] | None  # random states before it ran, if it drew
+    random: list[bytes]  # random states before it ran
     buffers: Buffers  # what it saw of them
     versions: list[int]  # of its parameters
     saved: list[Meta]  # shape and dtype of each tensor that autograd saved
@@ -73,10 +73,12 @@ class Frame:
         self.streams: State | None = None
         self.stream_versions: list[int] = []
 
+    @never_compiled
     def pack(self, tensor: Tensor) -> int:
         self.store.append(tensor)  # type: ignore[union-attr]
         return len(self.store) - 1  # type: ignore[arg-type]
 
+    @never_compiled
     def unpack(self, slot: int) -> Tensor:
         store = self.store
         if store is None or store[slot] is None:
@@ -107,6 +109,7 @@ class Recount:
         self.versions: list[int] = []
         self.enough = enough  # so many, and the function need not go on; -1: it must
 
+    @never_compiled
     def pack(self, tensor: Tensor) -> int:
         self.versions.append(tensor._version)
         self.store.append(tensor)
@@ -114,6 +117,7 @@ class Recount:
             raise Enough
         return len(self.versions) - 1
 
+    @never_compiled
     def unpack(self, slot: int) -> Tensor:
         if slot >= len(self.store):
             raise errors.stale_activation()
@@ -148,15 +152,22 @@ class Walk:
         self.anchor: tuple[int, Vault | State] | None = None
         self.anchor_versions: list[int] = []
         self.newest = -1  # no frame after this one is alive
+        self.draws = False  # whether any update changed the random states
         self.is_present = False  # whether the scene of forward is still the present one: see Scene.is_present
 
     # --- called by the tape, in forward
 
     def note_random(self) -> list[bytes]:
-        """The random states. Forgets those before the last update if it did not draw: they cost 5 kB each on a CPU."""
+        """The random states, which cost 5 kB each on a CPU; as long as nobody draws they are one object.
+
+        [Note: who draws] A function that left the states as they were need not have left them alone: it may have seeded them. So
+        they are put back for every update as soon as one has changed them.
+        """
         now = self.scene.random_states()
-        if self.records and self.records[-1].random == now:
-            self.records[-1].random = None
+        if self.records:
+            if self.records[-1].random == now:
+                return self.records[-1].random
+            self.draws = True
         return now
 
     def begin_at(self, state: State) -> None:
@@ -222,6 +233,8 @@ class Walk:
         """Go back to the anchor."""
         self.leave()
         self.at = None
+        if torch.is_inference_mode_enabled():
+            raise errors.in_inference_mode()
         if self.anchor is None or self.anchor[0] < index:
             raise errors.already_passed(place(self.program, index))
         at, state = self.anchor
@@ -255,8 +268,8 @@ class Walk:
             check_unedited(cast, record.versions, record.buffers, place(self.program, index))
         present, gradients, depth = None, torch.is_grad_enabled(), recomputing.depth
         try:
-            if not self.is_present or record.random is not None or record.buffers:
-                present = scene.put_back(cast, record.random, record.buffers)
+            if not self.is_present or self.draws or record.buffers:
+                present = scene.put_back(cast, record.random if self.draws else None, record.buffers)
             set_grad_mode(True)
             recomputing.depth = depth + 1
             push_hooks(recount.pack, recount.unpack)
@@ -310,7 +323,7 @@ class Walk:
         try:
             if frame is None or not frame.operations:
                 return call(step, reads, keywords)
-            with ReuseOperations(frame.operations):
+            with ReuseOperations(frame.operations, recount):
                 return call(step, reads, keywords)
         except Enough:
             return None

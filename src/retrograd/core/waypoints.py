@@ -24,6 +24,7 @@ from torch import Tensor
 
 from retrograd.core import errors
 from retrograd.core.exact import Precision
+from retrograd.core.private import is_fake
 from retrograd.core.program import Program, State, place
 from retrograd.core.replay import Backstage
 from retrograd.core.streams import local
@@ -102,6 +103,8 @@ def sample(leaf: Tensor) -> Any:
 
     Numbers, of a tensor on the CPU; elsewhere a small tensor, because looking at it would wait for the device.
     """
+    if is_fake(leaf):
+        return None
     if type(leaf) is not Tensor:  # of a sharded one, the part that is here
         leaf = local(leaf).as_subclass(Tensor)
     if not (leaf.is_floating_point() or leaf.is_complex()) or not leaf.numel() or leaf.is_meta:
