@@ -129,3 +129,16 @@ def test_anomaly_mode():
     expected = zoo.gradients(stack, zoo.plain_stack(stack, x), x)
     with torch.autograd.detect_anomaly():
         assert zoo.worst(zoo.gradients(stack, stack(x), x), expected) < 1e-9
+
+
+def test_hooks_on_an_update_run_as_on_its_function():
+    calls = []
+    updates = [rg.Update("ab"[i % 2], zoo.Mix(4), ("ba"[i % 2],)) for i in range(4)]
+    net = rg.Reversible(updates, memory=rg.Reverse(keep_last=False)).double()
+    for update in updates:
+        update.register_forward_hook(lambda module, args, output: calls.append(rg.is_recomputing()) or 2 * output)
+    streams = {name: torch.randn(2, 4, dtype=torch.float64, requires_grad=True) for name in "ab"}
+    got = zoo.gradients(net, net(streams), streams)
+    assert calls == [False] * 4 + [True] * 4
+    net.memory = rg.Keep()
+    assert zoo.worst(got, zoo.gradients(net, net(streams), streams)) < 1e-9
