@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PEERS  := $(VENV)/peers
+INTEGRATIONS := $(VENV)/integrations
 
-.PHONY: help test lint types tests fuzz bench clean
+.PHONY: help test lint types tests test-integrations compatibility fuzz bench clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
 test: lint types tests  ## lint, types and all tests: what CI runs
 
@@ -20,7 +21,13 @@ types: $(VENV)/ready  ## pyright
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 tests: $(PEERS)  ## pytest, on two cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not integration"
+
+test-integrations: $(INTEGRATIONS)  ## a stack under the Hugging Face Trainer, Lightning, Accelerate, peft and ONNX
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_compatibility.py
+
+compatibility: $(PEERS) $(INTEGRATIONS)  ## write docs/compatibility.md anew (a quarter of an hour)
+	$(BIN)/python -m compatibility
 
 fuzz: $(VENV)/ready  ## 10,000 random programs against plain autograd (a few minutes)
 	OMP_NUM_THREADS=1 RETROGRAD_FUZZ=5000 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py
@@ -38,6 +45,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "retrograd needs Python 3.10 or newer; run: make PYTHON=python3.12 test")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(INTEGRATIONS): $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[integrations]'
 	touch $@
 
 # Packages that retrograd is tested inside and measured against; the library never imports them by itself. Without their

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,18 +38,28 @@ def version_of(contestant: str) -> str:
     return metadata.version(PACKAGES.get(contestant, contestant)).split("+")[0]
 
 
-def render(results: Iterable[Result]) -> str:
-    results = list(results)
+def summary(results: list[Result]) -> str:
+    """How many rows of each verdict."""
+    header, rule, columns = _header(results)
+    lines = [header, rule]
+    for verdict in (EQUAL, WRONG, RAISED):
+        counts = [sum(r["contestant"] == name and r["verdict"] == verdict for r in results) for name in columns]
+        lines.append(f"| {CELLS[verdict]} | " + " | ".join(map(str, counts)) + " |")
+    return "\n".join(lines)
+
+
+def _header(results: list[Result]) -> tuple[str, str, list[str]]:
     columns = [name for name in SHOWN if any(r["contestant"] == name for r in results)]
     versions = {r["contestant"]: r["version"] for r in results}
     header = "| | " + " | ".join(f"{HEADINGS.get(name, name)} {versions[name]}" for name in columns) + " |"
-    rule = "| --- |" + " --- |" * len(columns)
+    return header, "| --- |" + " --- |" * len(columns), columns
+
+
+def render(results: list[Result]) -> str:
+    header, rule, columns = _header(results)
     cells = {(r["group"], r["title"], r["contestant"]): r for r in results}
     rows = list(dict.fromkeys((r["group"], r["title"]) for r in results))
-    lines = [INTRODUCTION, header, rule]
-    for verdict in (EQUAL, WRONG, RAISED):
-        counts = [sum(cells[(*row, name)]["verdict"] == verdict for row in rows) for name in columns]
-        lines.append(f"| {CELLS[verdict]} | " + " | ".join(map(str, counts)) + " |")
+    lines = [INTRODUCTION, summary(results)]
     for group in dict.fromkeys(group for group, _ in rows):
         lines += ["", f"## {group}", "", header, rule]
         for row in (row for row in rows if row[0] == group):

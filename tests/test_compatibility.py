@@ -59,6 +59,10 @@ def test_the_page_is_made_of_the_results(results):
     assert (DOCS / "compatibility.md").read_text() == page.render(results)
 
 
+def test_the_readme_has_its_summary(results):
+    assert page.summary(results) in (DOCS.parent / "README.md").read_text()
+
+
 def test_the_results_are_of_every_row_and_contestant(results):
     expected = [(row.group, row.title, contestant) for row in ROWS.values() for contestant in SHOWN]
     assert [(r["group"], r["title"], r["contestant"]) for r in results] == expected

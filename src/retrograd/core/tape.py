@@ -75,8 +75,7 @@ class Tape(Run):
             for name, leaves in self.casts.items():
                 for after, before in zip(leaves, self.state[name]):
                     if not torch.equal(after.detach(), before.detach().to(after.dtype)):
-                        where = f"before update {self.index} of {len(self.program)},"
-                        raise errors.replaced_stream(where, name, describe(before), f"another {describe(after)}")
+                        raise self.replaced(name, before, f"another {describe(after)}")
             # A hook does what it did the first time; to look each time would wait for a device.
             self.backstage.trusts_casts = True
 
@@ -86,8 +85,7 @@ class Tape(Run):
                 continue  # nearly always
             for before, after in zip(self.state[name], leaves):
                 if after is not before and (after.dtype != before.dtype or after.data_ptr() != before.data_ptr()):
-                    where = f"before update {self.index} of {len(self.program)},"
-                    raise errors.replaced_stream(where, name, describe(before), describe(after))
+                    raise self.replaced(name, before, describe(after))
         super().resume(state)
 
     def update(self, step: Step) -> None:
