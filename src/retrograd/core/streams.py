@@ -62,8 +62,6 @@ def dense(leaf: Tensor) -> Tensor:
     slice, the function would see other strides the second time, and kernels may round differently on them; `nn.Linear` even saves
     other tensors. The copy also lets go of the tensor that the slice is of.
     """
-    if leaf.is_inference() and not torch.is_inference_mode_enabled():
-        return leaf.clone()  # autograd cannot save such a tensor
     if leaf.is_contiguous() or type(leaf) is not Tensor or torch.empty_like(leaf, device="meta").stride() == leaf.stride():
         return leaf
     return leaf.clone()

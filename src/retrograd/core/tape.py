@@ -47,6 +47,9 @@ class Tape(Run):
         backstage: Backstage,
     ) -> None:
         super().__init__(streams, keywords, program, precision)
+        for name, leaves in self.state.items():  # autograd cannot save a tensor of inference mode
+            if any(leaf.is_inference() for leaf in leaves):
+                self.state[name] = tuple([leaf.clone() for leaf in leaves])
         self.plan = plan
         self.backstage = backstage
         self.sample = plan.sample
