@@ -26,7 +26,7 @@ tests: $(PEERS)  ## pytest, on two cores
 test-integrations: $(INTEGRATIONS)  ## a stack under the Hugging Face Trainer, Lightning, Accelerate, peft and ONNX
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_compatibility.py
 
-compatibility: $(PEERS) $(INTEGRATIONS)  ## write docs/compatibility.md anew (a quarter of an hour)
+compatibility: $(PEERS) $(INTEGRATIONS)  ## write docs/compatibility.md anew (five minutes)
 	$(BIN)/python -m compatibility
 
 fuzz: $(VENV)/ready  ## 10,000 random programs against plain autograd (a few minutes)

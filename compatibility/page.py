@@ -23,13 +23,13 @@ What becomes of retrograd, of `torch.utils.checkpoint` (`use_reentrant=False`, o
 libraries under the tools that PyTorch users use. Each row is one use of the real tool, in processes of its own; two for
 everything distributed. All contestants compute the same network, and what comes out (gradients, parameters, buffers, random
 state, what hooks saw) is compared with the same equations in plain autograd, in one process and without the tool: to 1e-9 in
-float64, unless the tool itself rounds.
+float64, unless the tool itself rounds. What revtorch and memcnn offer for dropout is switched on.
 
 - **equal**: it ran, and everything agrees.
 - **wrong**: it ran, and something does not. Nobody is told.
 - **raised**: it ended in an error, or died, or hung.
 
-This page is written by `python -m compatibility` (`make compatibility`, a quarter of an hour); `tests/test_compatibility.py` runs
+This page is written by `python -m compatibility` (`make compatibility`, five minutes); `tests/test_compatibility.py` runs
 retrograd's column, with `make test` and `make test-integrations`. How to use each tool with retrograd: [tools](tools.md).
 """
 
