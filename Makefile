@@ -5,11 +5,14 @@ BIN    := $(VENV)/bin
 PEERS  := $(VENV)/peers
 INTEGRATIONS := $(VENV)/integrations
 
-.PHONY: help test lint types tests test-integrations compatibility fuzz bench clean
+.PHONY: help train test lint types tests test-integrations compatibility fuzz bench clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
+
+train: $(VENV)/train  ## a language model of 48 reversible layers on the source of Python's own library (three minutes)
+	$(BIN)/retrograd train
 
 test: lint types tests  ## lint, types and all tests: what CI runs
 
@@ -45,6 +48,11 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "retrograd needs Python 3.10 or newer; run: make PYTHON=python3.12 test")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(VENV)/train: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train]'
 	touch $@
 
 $(INTEGRATIONS): $(VENV)/ready

@@ -1,35 +1,17 @@
-"""The command line: `retrograd bench`. Errors of the user go to stderr in one line, with an exit code of 2."""
+"""`retrograd bench`: time and memory of a step, against plain autograd, checkpointing and the peers that are installed."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="retrograd", description="Train very deep networks without storing their activations.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_bench(commands)
-    options = parser.parse_args(arguments)
-    try:
-        return options.run(options)
-    except _Mistake as mistake:
-        print(f"retrograd {options.command}: {mistake}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"retrograd {options.command}: interrupted", file=sys.stderr)
-        return 130
+from retrograd.cli.mistakes import Mistake
 
 
-class _Mistake(Exception):
-    """Something that the user can put right; its text says how."""
-
-
-def _add_bench(commands: Any) -> None:
+def add(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
         help="time, memory and FLOPs of a step: plain autograd, checkpointing, peers that are installed, retrograd",
@@ -50,10 +32,10 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("--draw-only", action="store_true", help="draw the rows of OUT/steps.jsonl again")
     bench.add_argument("--out", type=Path, default=Path("bench"), help="the folder for rows and pictures (bench)")
     bench.add_argument("--json", action="store_true", help="print the rows as JSON lines when done, and nothing else")
-    bench.set_defaults(run=_bench)
+    bench.set_defaults(run=run)
 
 
-def _bench(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     from contextlib import nullcontext, redirect_stdout
 
     from retrograd.bench import cases, matrix
@@ -61,22 +43,22 @@ def _bench(options: argparse.Namespace) -> int:
     steps = options.out / "steps.jsonl"
     for folder in (options.out, *options.out.parents):  # before minutes of measuring, not after
         if folder.exists() and not folder.is_dir():
-            raise _Mistake(f"--out {options.out}: {folder} is a file; name a folder.")
+            raise Mistake(f"--out {options.out}: {folder} is a file; name a folder.")
     unknown = set(options.contestants or ()) - cases.CONTESTANTS.keys()
     if unknown:
-        raise _Mistake(f"no contestant {', '.join(sorted(unknown))}; there are {', '.join(cases.CONTESTANTS)}.")
+        raise Mistake(f"no contestant {', '.join(sorted(unknown))}; there are {', '.join(cases.CONTESTANTS)}.")
     every = matrix.QUICK if options.quick else matrix.FULL
     sizes = [size for size in every if options.sizes is None or size.name in options.sizes]
     if not sizes:
-        raise _Mistake(f"no size {', '.join(options.sizes)}; there are {', '.join(dict.fromkeys(size.name for size in every))}.")
+        raise Mistake(f"no size {', '.join(options.sizes)}; there are {', '.join(dict.fromkeys(size.name for size in every))}.")
     rounds = options.rounds if options.rounds is not None else 3 if options.quick else 15
     if rounds < 1:
-        raise _Mistake(f"--rounds {rounds}: one at least.")
+        raise Mistake(f"--rounds {rounds}: one at least.")
     if options.draw_only:
         try:
             rows = matrix.read(steps)
         except (OSError, ValueError, KeyError) as error:
-            raise _Mistake(f"--draw-only: there are no rows to be read in {steps} ({error}); measure first.") from error
+            raise Mistake(f"--draw-only: there are no rows to be read in {steps} ({error}); measure first.") from error
     else:
         with redirect_stdout(sys.stderr) if options.json else nullcontext():
             rows = list(matrix.run(sizes, rounds, options.contestants))

@@ -1,0 +1,53 @@
+"""`retrograd sample`: text from a run of `retrograd train`, byte by byte."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import sys
+from pathlib import Path
+from typing import Any
+
+from retrograd.cli.mistakes import Mistake
+
+
+def add(commands: Any) -> None:
+    sample = commands.add_parser(
+        "sample",
+        help="text from a model that was trained",
+        description="Writes text that follows a prompt, as it comes. Keys and values are remembered, so each byte costs one step "
+        "of the model.",
+    )
+    sample.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run of retrograd train")
+    sample.add_argument("--prompt", default="def ", help="what it goes on from (def )")
+    sample.add_argument("--count", type=int, default=500, help="bytes (500)")
+    sample.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest byte each time (0.8)")
+    sample.add_argument("--seed", type=int, default=0, help="(0)")
+    sample.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    import torch
+
+    from retrograd.models.lm import LanguageModel
+    from retrograd.training import checkpoints
+    from retrograd.training.settings import Settings
+
+    if not (options.folder / "configuration.json").exists():
+        raise Mistake(f"{options.folder}: there is no run in it. Train one: retrograd train --out {options.folder}")
+    if options.count < 0 or options.temperature < 0:
+        raise Mistake("--count and --temperature are not below zero.")
+    settings = Settings.read(options.folder / "configuration.json")
+    try:
+        tensors, _ = checkpoints.latest(options.folder, lambda line: print(f"retrograd sample: {line}", file=sys.stderr))
+    except checkpoints.CheckpointError as error:
+        raise Mistake(str(error)) from error
+    model = LanguageModel(settings.config())
+    model.load_state_dict(tensors["model"])
+    text = codecs.getincrementaldecoder("utf-8")("replace")
+    print(options.prompt, end="", flush=True)
+    generator = torch.Generator().manual_seed(options.seed)
+    for byte in model.generate(options.prompt.encode(), options.count, temperature=options.temperature, generator=generator):
+        print(text.decode(bytes([byte])), end="", flush=True)
+    print(text.decode(b"", final=True))
+    return 0

@@ -1,0 +1,357 @@
+"""`retrograd train` and `retrograd sample`: killed at any moment, a run ends with the bits of one that never was."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from retrograd import cli
+from retrograd.training import checkpoints
+from retrograd.training.loop import Run
+from retrograd.training.settings import Settings
+from retrograd.training.text import Text, TextError, bigram_bits, read_text
+
+TINY = ["--depth", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch", "4", "--warmup", "3"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"the square of {i} is {i * i}.\n" for i in range(2000)))
+    return path
+
+
+def command(*arguments, processes=1):
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
+    return [sys.executable, *launch, "-m", "retrograd", *map(str, arguments)]
+
+
+def train(*arguments, processes=1, check=True):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command("train", *arguments, processes=processes), capture_output=True, text=True, env=environment)
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def descendants(pid):
+    """The processes that a process has started, and those have: torchrun starts its own in sessions of theirs."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for parent in found:
+        found += [child for child, its in parents.items() if its == parent]
+    return found[1:]
+
+
+def curve(run):
+    """The loss of every step."""
+    return [json.loads(line)["bits_per_byte"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run):
+    tensors, _ = checkpoints.latest(run, pytest.fail)
+    return {**tensors["model"], **tensors["optimizer"]}
+
+
+# --- a run, and what it writes
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    run = tmp_path_factory.mktemp("finished") / "run"
+    done = train(*TINY, "--data", data, "--steps", 60, "--save-every", 10, "--dropout", 0.1, "--out", run)
+    return run, done
+
+
+def test_it_learns_and_says_what_it_took(finished):
+    run, done = finished
+    losses = curve(run)
+    assert len(losses) == 60
+    assert losses[-1] < losses[0] - 2
+    for text in (
+        "activations of a step, 2 layers",
+        "the same with 8 layers",
+        "plain autograd, 2 layers",
+        "bits/byte",
+        "a sample:",
+    ):
+        assert text in done.stdout
+    assert "parameters, 2 layers" in done.stderr
+    assert {path.name for path in run.iterdir()} >= {
+        "configuration.json",
+        "metrics.jsonl",
+        "checkpoints",
+        "loss.png",
+        "memory.png",
+    }
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["00000040", "00000050", "00000060"]
+    facts = json.loads((run / "summary.json").read_text())
+    assert facts["deeper_activation_bytes"] <= 1.01 * facts["activation_bytes"] < facts["plain_activation_bytes"]
+
+
+def test_sampling(finished, capsys):
+    run, _ = finished
+    assert cli.main(["sample", str(run), "--prompt", "the ", "--count", "20"]) == 0
+    written = capsys.readouterr().out
+    assert written.startswith("the ")
+    assert cli.main(["sample", str(run), "--prompt", "the ", "--count", "20"]) == 0
+    assert capsys.readouterr().out == written
+
+
+# --- killed
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_at_any_moment_it_ends_with_the_same_bits(finished, data, tmp_path, processes):
+    arguments = [*TINY, "--data", data, "--steps", 60, "--save-every", 10, "--dropout", 0.1]
+    run = tmp_path / "run"
+    if processes > 1:  # the same curve as one process has, to rounding; and these bits are the ones to meet
+        whole = tmp_path / "whole"
+        train(*arguments, "--out", whole, processes=processes)
+    else:
+        whole, _ = finished
+    moments, resume = random.Random(processes), []
+    for kill_after in (moments.randint(1, 25), moments.randint(26, 50)):
+        process = subprocess.Popen(
+            command("train", *([] if resume else arguments), *resume, "--out", run, processes=processes),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            metrics = run / "metrics.jsonl"
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= kill_after:
+                break
+            time.sleep(0.002)
+        time.sleep(moments.random() / 20)
+        for pid in [process.pid, *descendants(process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        resume = ["--resume"] if checkpoints.steps(run) else []
+        if not resume and run.exists():
+            for path in sorted(run.rglob("*"), reverse=True):  # killed before its first checkpoint: begin anew
+                path.rmdir() if path.is_dir() else path.unlink()
+    train(*([] if resume else arguments), *resume, "--out", run, processes=processes)
+    assert curve(run) == curve(whole)
+    got, expected = weights(run), weights(whole)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_two_processes_have_the_curve_of_one(data, tmp_path):
+    curves = []
+    for processes in (1, 2):
+        run = tmp_path / str(processes)
+        train(*TINY, "--data", data, "--steps", 20, "--accumulate", 2, "--out", run, processes=processes)
+        curves.append(curve(run))
+    assert torch.allclose(*map(torch.tensor, curves), rtol=1e-4)
+
+
+def test_kept_and_reversed_exact_runs_have_the_same_bits(data, tmp_path):
+    found = []
+    for memory in ("keep", "reverse"):
+        run = tmp_path / memory
+        train(*TINY, "--data", data, "--steps", 20, "--memory", memory, "--exact", "--dtype", "bfloat16", "--out", run)
+        found.append((curve(run), weights(run)))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_saves_and_says_how_to_go_on(data, tmp_path, number):
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        command("train", *TINY, "--data", data, "--steps", 100000, "--out", run),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (run / "metrics.jsonl").exists():
+        time.sleep(0.01)
+    time.sleep(0.2)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    steps = len(curve(run))
+    assert f"interrupted after step {steps}, and saved. Go on with: retrograd train --resume --out {run}" in errors
+    assert "Traceback" not in errors
+    assert checkpoints.steps(run)[-1] == steps
+
+
+# --- damaged
+
+
+def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    copy_tree(finished[0], run)
+    newest = run / "checkpoints" / "00000060"
+    content = bytearray((newest / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(content)
+    (run / "checkpoints" / "00000050" / "optimizer.safetensors").unlink()
+    assert cli.main(["sample", str(run), "--count", "1"]) == 0
+    errors = capsys.readouterr().err
+    assert "00000060 is damaged (the checksum of model.safetensors does not fit); trying the one before it" in errors
+    assert "00000050 is damaged" in errors
+    for path in (run / "checkpoints").glob("*/state.json"):
+        path.write_text("{")
+    assert cli.main(["train", "--resume", "--out", str(run)]) == 2
+    assert "no checkpoint to go on from, all of them are damaged" in capsys.readouterr().err
+
+
+def test_a_checkpoint_never_runs_code(finished, tmp_path, capsys):
+    """A pickle that would leave a file behind, under every name that is read."""
+
+    class Malicious:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "was here",)
+
+    run = tmp_path / "run"
+    copy_tree(finished[0], run)
+    evil = pickle.dumps(Malicious())
+    for path in (run / "checkpoints").glob("*/*.safetensors"):
+        path.write_bytes(evil)
+        facts = json.loads((path.parent / "state.json").read_text())
+        facts["sha256"][path.name] = checkpoints.checksum(path)
+        (path.parent / "state.json").write_text(json.dumps(facts))
+    assert cli.main(["sample", str(run)]) == 2
+    assert "all of them are damaged" in capsys.readouterr().err
+    assert not (tmp_path / "was here").exists()
+
+
+def test_a_full_disk_loses_nothing(finished, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    copy_tree(finished[0], run)
+    (run / "checkpoints" / "00000060" / "state.json").unlink()
+
+    def full(tensors, path):
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    assert cli.main(["train", "--resume", "--out", str(run)]) == 2
+    errors = capsys.readouterr().err
+    assert "No space left on device" in errors and "Checkpoints are as they were" in errors
+    assert checkpoints.latest(run, lambda line: None)[1]["step"] == 50
+
+
+def copy_tree(source, target):
+    import shutil
+
+    shutil.copytree(source, target)
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--data", "missing.txt"], "missing.txt: there is no such file or folder"),
+        (["--data", "EMPTY"], "nothing in it. Name a file"),
+        (["--data", "SHORT"], "has 10 bytes, less than a context of 16: use more data, or a smaller --context"),
+        (["--width", "30", "--heads", "4"], "each head needs an even number of channels"),
+        (["--memory", "lots"], "pass a number of bytes, a size such as"),
+        (["--memory", "1 KiB"], "--memory 1 KiB: 1 KiB are less than the"),
+        (["--accumulate", "3"], "--accumulate 3: does not divide the batch of 4"),
+        (["--lr", "0"], "--lr 0.0: a number above 0"),
+        (["--lr", "1e30", "--steps", "20"], "Try a smaller --lr than 1e+30; the last checkpoint is as it was"),
+        (["--resume"], "--resume: there is no run in"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(arguments, says, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "SHORT").write_text("ten bytes.")
+    given = [*TINY, "--data", str(data), "--steps", "3", *arguments, "--out", str(tmp_path / "run")]
+    assert cli.main(["train", *given]) == 2
+    errors = capsys.readouterr().err
+    assert says in errors
+    assert "Traceback" not in errors
+
+
+def test_a_run_is_not_overwritten_and_not_resumed_with_other_settings(finished, capsys):
+    run, _ = finished
+    assert cli.main(["train", "--out", str(run)]) == 2
+    assert "there is a run in it. Add --resume to go on with it, or name another folder" in capsys.readouterr().err
+    assert cli.main(["train", "--resume", "--depth", "3", "--out", str(run)]) == 2
+    assert "--depth: the run in" in capsys.readouterr().err
+
+
+def test_more_processes_than_a_batch_has(data, tmp_path):
+    done = train(*TINY, "--batch", 1, "--data", data, "--steps", 1, "--out", tmp_path / "run", processes=2, check=False)
+    assert done.returncode != 0
+    assert "a batch of 1 cannot be shared by 2 processes with --accumulate 1: use --batch 2." in done.stderr
+
+
+def test_a_checkpoint_of_another_shape(finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    copy_tree(finished[0], run)
+    configuration = json.loads((run / "configuration.json").read_text())
+    (run / "configuration.json").write_text(json.dumps({**configuration, "depth": 3}))
+    assert cli.main(["train", "--resume", "--out", str(run)]) == 2
+    assert "its checkpoint is of another shape" in capsys.readouterr().err
+
+
+# --- text
+
+
+def test_text_is_read_across_files_and_split_by_file(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i:02d}.txt").write_bytes(bytes([i]) * (i + 1))
+    text, held_out = read_text(tmp_path)
+    assert len(text) + len(held_out) == sum(range(1, 41))
+    assert 0 < len(held_out.pieces) < 10
+    assert not {piece.path for piece in text.pieces} & {piece.path for piece in held_out.pieces}
+    whole = text.read(0, len(text)).tolist()
+    assert whole == [i for piece in text.pieces for i in piece.path.read_bytes()]
+    assert text.read(30, 50).tolist() == whole[30:80]
+    assert torch.equal(text.batch(3, seed=1, count=4, context=5), text.batch(3, seed=1, count=4, context=5))
+    assert not torch.equal(text.batch(3, seed=1, count=4, context=5), text.batch(4, seed=1, count=4, context=5))
+    with pytest.raises(TextError, match="no such file"):
+        read_text(tmp_path / "none")
+
+
+def test_the_bigram_baseline_is_the_entropy_of_pairs(tmp_path):
+    (tmp_path / "a").write_bytes(bytes([0, 1] * 4000))
+    text = Text([*read_text(tmp_path / "a")[0].pieces])
+    assert bigram_bits(text, text) < 0.02
+
+
+# --- for long
+
+
+def test_a_long_run_does_not_grow(data, tmp_path):
+    """2,000 steps: tensors and open files are as many in the end as after the first hundred."""
+    import gc
+
+    settings = Settings(str(data), depth=2, width=8, heads=1, context=8, batch=2, steps=2000, save_every=500)
+    run = Run(settings, tmp_path, *read_text(data))
+    seen = []
+
+    def count(metrics):
+        if metrics["step"] in (100, 2000):
+            gc.collect()
+            tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+            seen.append((len(tensors), sum(t.nbytes for t in tensors), len(os.listdir("/proc/self/fd"))))
+        return False
+
+    run.train(count)
+    assert seen[0] == seen[1]
