@@ -26,8 +26,8 @@ types: $(VENV)/ready  ## pyright
 tests: $(PEERS)  ## pytest, on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not integration"
 
-test-integrations: $(INTEGRATIONS)  ## a stack under the Hugging Face Trainer, Lightning, Accelerate, peft and ONNX
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_compatibility.py
+test-integrations: $(INTEGRATIONS)  ## a stack under the Hugging Face Trainer, Lightning, Accelerate, peft, ONNX and TensorBoard
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_compatibility.py tests/test_train.py
 
 compatibility: $(PEERS) $(INTEGRATIONS)  ## write docs/compatibility.md anew (five minutes)
 	$(BIN)/python -m compatibility

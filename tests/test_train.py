@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from retrograd import cli
+from retrograd.models.lm import LanguageModel
 from retrograd.training import checkpoints
 from retrograd.training.loop import Run
 from retrograd.training.settings import Settings
@@ -63,8 +64,14 @@ def curve(run):
 
 
 def weights(run):
-    tensors, _ = checkpoints.latest(run, pytest.fail)
-    return {**tensors["model"], **tensors["optimizer"]}
+    """Of the newest checkpoint, with the optimizer's moments."""
+    settings = Settings.read(run / "configuration.json")
+    model = LanguageModel(settings.config())
+    moments = {f"{name}/{key}": torch.zeros_like(p) for name, p in model.named_parameters() for key in checkpoints.MOMENTS}
+    checkpoints.load_into(
+        checkpoints.newest(run, pytest.fail)[0], {"model": dict(model.named_parameters()), "optimizer": moments}
+    )
+    return {**dict(model.named_parameters()), **moments}
 
 
 # --- a run, and what it writes
@@ -112,12 +119,25 @@ def test_sampling(finished, capsys):
     assert capsys.readouterr().out == written
 
 
+@pytest.mark.integration
+def test_metrics_go_to_tensorboard(data, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    train(*TINY, "--data", data, "--steps", 5, "--out", run)
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("bits_per_byte")]
+    assert [step for step, _ in found] == [1, 2, 3, 4, 5]
+    assert torch.allclose(torch.tensor([value for _, value in found]), torch.tensor(curve(run)))
+
+
 # --- killed
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_killed_at_any_moment_it_ends_with_the_same_bits(finished, data, tmp_path, processes):
-    arguments = [*TINY, "--data", data, "--steps", 60, "--save-every", 10, "--dropout", 0.1]
+@pytest.mark.parametrize(("processes", "options"), [(1, []), (2, []), (2, ["--shard"])])
+def test_killed_at_any_moment_it_ends_with_the_same_bits(finished, data, tmp_path, processes, options):
+    arguments = [*TINY, "--data", data, "--steps", 60, "--save-every", 10, "--dropout", 0.1, *options]
     run = tmp_path / "run"
     if processes > 1:  # the same curve as one process has, to rounding; and these bits are the ones to meet
         whole = tmp_path / "whole"
@@ -154,13 +174,16 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(finished, data, tmp_pat
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-def test_two_processes_have_the_curve_of_one(data, tmp_path):
+def test_two_processes_have_the_curve_of_one(data, tmp_path, capsys):
     curves = []
-    for processes in (1, 2):
-        run = tmp_path / str(processes)
-        train(*TINY, "--data", data, "--steps", 20, "--accumulate", 2, "--out", run, processes=processes)
-        curves.append(curve(run))
-    assert torch.allclose(*map(torch.tensor, curves), rtol=1e-4)
+    for name, processes, options in (("one", 1, []), ("two", 2, []), ("sharded", 2, ["--shard"])):
+        run = tmp_path / name
+        train(*TINY, "--data", data, "--steps", 20, "--accumulate", 2, *options, "--out", run, processes=processes)
+        curves.append(torch.tensor(curve(run)))
+    for other in curves[1:]:
+        assert torch.allclose(curves[0], other, rtol=1e-4)
+    assert cli.main(["sample", str(run), "--count", "3"]) == 0  # of a sharded run, by one process
+    assert len(capsys.readouterr().out) >= 7
 
 
 def test_kept_and_reversed_exact_runs_have_the_same_bits(data, tmp_path):
@@ -249,7 +272,7 @@ def test_a_full_disk_loses_nothing(finished, tmp_path, monkeypatch, capsys):
     assert cli.main(["train", "--resume", "--out", str(run)]) == 2
     errors = capsys.readouterr().err
     assert "No space left on device" in errors and "Checkpoints are as they were" in errors
-    assert checkpoints.latest(run, lambda line: None)[1]["step"] == 50
+    assert checkpoints.newest(run, lambda line: None)[1]["step"] == 50
 
 
 def copy_tree(source, target):

@@ -38,12 +38,12 @@ def run(options: argparse.Namespace) -> int:
     if options.count < 0 or options.temperature < 0:
         raise Mistake("--count and --temperature are not below zero.")
     settings = Settings.read(options.folder / "configuration.json")
-    try:
-        tensors, _ = checkpoints.latest(options.folder, lambda line: print(f"retrograd sample: {line}", file=sys.stderr))
-    except checkpoints.CheckpointError as error:
-        raise Mistake(str(error)) from error
     model = LanguageModel(settings.config())
-    model.load_state_dict(tensors["model"])
+    try:
+        folder, _ = checkpoints.newest(options.folder, lambda line: print(f"retrograd sample: {line}", file=sys.stderr))
+        checkpoints.load_into(folder, {"model": dict(model.named_parameters())})
+    except (checkpoints.CheckpointError, checkpoints.ShapeError) as error:
+        raise Mistake(str(error)) from error
     text = codecs.getincrementaldecoder("utf-8")("replace")
     print(options.prompt, end="", flush=True)
     generator = torch.Generator().manual_seed(options.seed)

@@ -27,7 +27,8 @@ def add(commands: Any) -> None:
         description="Trains a byte-level language model of reversible layers on a file, or on all files of a folder; by default "
         "on the source of Python's own library. Writes a folder: configuration.json, metrics.jsonl, checkpoints (the last "
         "three), loss.png, memory.png. It may be killed at any moment: --resume goes on, and ends with the same bits.",
-        epilog="Several processes: torchrun --nproc-per-node 2 -m retrograd train ... shares each batch between them.",
+        epilog="Several processes: torchrun --nproc-per-node 2 -m retrograd train ... shares each batch between them, on one "
+        "machine or on many; with --shard also weights, gradients and optimizer.",
         argument_default=argparse.SUPPRESS,
     )
     train.add_argument("--data", metavar="PATH", help="a file, or a folder with files (Python's own library)")
@@ -49,6 +50,7 @@ def add(commands: Any) -> None:
     )
     train.add_argument("--exact", action="store_true", help="gradients bit-identical to --memory keep, for 2 %% of time")
     train.add_argument("--compile", action="store_true", help="compile the layers (takes a minute before the first step)")
+    train.add_argument("--shard", action="store_true", help="FSDP2: every process has a part of the weights (with torchrun)")
     train.add_argument("--seed", type=int, help="of weights, batches and dropout (0)")
     train.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints (50)")
     train.add_argument("--resume", action="store_true", default=False, help="go on with the run in --out, or with the newest one")
@@ -69,7 +71,13 @@ def run(options: argparse.Namespace) -> int:
         raise Mistake("checkpoints need safetensors: pip install 'retrograd[train]'.") from error
     try:
         with process_group():
-            return _train(options)
+            trained = _train(options)
+        finished = trained.done == trained.settings.steps
+        if finished and trained.rank == 0:
+            _finish(_alone(trained), options)
+        if trained.world > 1:
+            _leave(0 if finished else INTERRUPTED)
+        return 0 if finished else INTERRUPTED
     except (CheckpointError, TrainingError, TextError) as error:
         raise Mistake(str(error)) from error
     except BudgetError as error:
@@ -79,6 +87,13 @@ def run(options: argparse.Namespace) -> int:
         raise Mistake(
             f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}. Checkpoints are as they were."
         ) from error
+
+
+def _leave(code: int) -> None:
+    """End one of several processes. The interpreter would take apart gloo threads that FSDP still holds, and now and then abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextlib.contextmanager
@@ -96,7 +111,8 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _train(options: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace) -> Any:
+    """The run, trained to its end or interrupted."""
     from retrograd.training import report
     from retrograd.training.loop import Run
     from retrograd.training.text import read_text
@@ -122,17 +138,32 @@ def _train(options: argparse.Namespace) -> int:
         count = sum(p.numel() for p in run.model.parameters())
         say(f"{count:,} parameters, {settings.depth} layers; {len(text):,} bytes of {where}")
     progress = report.Progress(settings.steps, run.done, quiet)
+    log = report.events(folder, run.done) if first else lambda metrics: None
+
+    def after(metrics: dict[str, float]) -> bool:
+        progress.show(metrics)
+        log(metrics)
+        return bool(interrupted)
+
     with interrupts() as interrupted:
         try:
-            run.train(lambda metrics: progress.show(metrics) or bool(interrupted))
+            run.train(after)
         finally:
             progress.close()
     if run.done < settings.steps:
         say(f"interrupted after step {run.done}, and saved. Go on with: retrograd train --resume --out {folder}")
-        return INTERRUPTED
-    if first:
-        _finish(run, options)
-    return 0
+    return run
+
+
+def _alone(run: Any) -> Any:
+    """The same run in one process, from what it saved, if it was of several: to look at it needs no others."""
+    from retrograd.training.loop import Run
+
+    if run.world == 1:
+        return run
+    alone = Run(dataclasses.replace(run.settings, shard=False), run.folder, run.text, run.held_out)
+    alone.resume(lambda line: None)
+    return alone
 
 
 def _settings(options: argparse.Namespace) -> tuple[Any, Path]:

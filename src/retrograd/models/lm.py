@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograd.core.memory import Reverse
-from retrograd.sequence import ReversibleSequence
+import retrograd as rg
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        options.setdefault("memory", Reverse())
-        self.layers = ReversibleSequence([(Attention(config), SwiGLU(config)) for _ in range(config.depth)], **options)
+        self.layers = rg.ReversibleSequence([(Attention(config), SwiGLU(config)) for _ in range(config.depth)], **options)
         self.norm = nn.RMSNorm(config.width)
         nn.init.normal_(self.embedding.weight, std=config.width**-0.5)
         for name, parameter in self.layers.named_parameters():

@@ -2,7 +2,8 @@
 
     RUN/checkpoints/00000200/model.safetensors, optimizer.safetensors, state.json
 
-safetensors and JSON only: to load a checkpoint never runs code. `state.json` is written last and has the SHA-256 of the others.
+or, of a sharded run, a file of each process instead, by `torch.distributed.checkpoint`. safetensors and JSON only: to load a
+checkpoint never runs code. `state.json` is written last and has the SHA-256 of the others.
 """
 
 from __future__ import annotations
@@ -11,91 +12,82 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 KEPT = 3
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW knows of a parameter, besides the number of steps
+
+Tensors = dict[str, dict[str, Tensor]]  # "model" and "optimizer": by name
 
 
 class CheckpointError(RuntimeError):
     """No checkpoint to go on from, or none that fits."""
 
 
-def save(run: Path, step: int, tensors: dict[str, dict[str, Tensor]], facts: dict[str, Any], kept: int = KEPT) -> Path:
-    """A checkpoint of named groups of tensors, and facts. It is there as a whole or not at all."""
+class ShapeError(ValueError):
+    """Other tensors than were expected."""
+
+
+# --- writing
+
+
+def save(run: Path, step: int, tensors: Tensors) -> Path:
+    """A checkpoint by one process. It is there as a whole or not at all."""
     from safetensors.torch import save_file
 
-    folder = run / "checkpoints"
-    aside, final = folder / f"{step:08d}.part", folder / f"{step:08d}"
+    aside = _begin(run, step)
+    for name, group in tensors.items():
+        save_file({key: tensor.detach().contiguous().cpu() for key, tensor in group.items()}, aside / f"{name}.safetensors")
+    return _end(run, step, sharded=False)
+
+
+def save_shards(run: Path, step: int, tensors: Tensors) -> None:
+    """The same by all processes together, each of which has a part of every tensor."""
+    import torch.distributed.checkpoint as dcp
+
+    first = dist.get_rank() == 0
+    if first:
+        _begin(run, step)
+    dist.barrier()
+    writer = dcp.HuggingFaceStorageWriter(str(_aside(run, step)), save_distributed=True)
+    dcp.save(_flat(tensors), storage_writer=writer)
+    dist.barrier()
+    if first:
+        _end(run, step, sharded=True)
+
+
+def _aside(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"{step:08d}.part"
+
+
+def _begin(run: Path, step: int) -> Path:
+    aside = _aside(run, step)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    sums = {}
-    for name, group in tensors.items():
-        path = aside / f"{name}.safetensors"
-        save_file({key: tensor.detach().contiguous().cpu() for key, tensor in group.items()}, path)
-        sums[path.name] = checksum(path)
+    return aside
+
+
+def _end(run: Path, step: int, sharded: bool) -> Path:
+    """What is written becomes a checkpoint, and the oldest goes."""
+    aside, final = _aside(run, step), run / "checkpoints" / f"{step:08d}"
+    files = sorted(path for path in aside.iterdir() if path.is_file())
+    facts = {"step": step, "sharded": sharded, "sha256": {path.name: checksum(path) for path in files}}
+    (aside / "state.json").write_text(json.dumps(facts, indent=1))
+    for path in (*files, aside / "state.json"):
         _flush(path)
-    state = aside / "state.json"
-    state.write_text(json.dumps({"step": step, "sha256": sums, **facts}, indent=1))
-    _flush(state)
     shutil.rmtree(final, ignore_errors=True)
     aside.rename(final)
-    _flush(folder)
-    for old in steps(run)[:-kept]:
-        shutil.rmtree(folder / f"{old:08d}", ignore_errors=True)
+    _flush(final.parent)
+    for old in steps(run)[:-KEPT]:
+        shutil.rmtree(final.parent / f"{old:08d}", ignore_errors=True)
     return final
-
-
-def steps(run: Path) -> list[int]:
-    """Of the checkpoints that are there, whole or damaged."""
-    folder = run / "checkpoints"
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
-
-
-def latest(run: Path, say: Callable[[str], None]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """The newest checkpoint that is whole; `say` is told of those that are not."""
-    found = steps(run)
-    for step in reversed(found):
-        folder = run / "checkpoints" / f"{step:08d}"
-        try:
-            return load(folder)
-        except (OSError, ValueError, KeyError, CheckpointError) as error:
-            say(f"{folder} is damaged ({error}); trying the one before it")
-    what = "all of them are damaged" if found else "there is none"
-    raise CheckpointError(f"{run / 'checkpoints'}: no checkpoint to go on from, {what}. Leave out --resume to begin anew.")
-
-
-def load(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """The tensors and facts of one checkpoint, if they are what was written."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    facts = json.loads((folder / "state.json").read_text())
-    tensors = {}
-    for name, expected in facts["sha256"].items():
-        if checksum(folder / name) != expected:
-            raise CheckpointError(f"the checksum of {name} does not fit")
-        try:
-            tensors[name.removesuffix(".safetensors")] = load_file(folder / name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{name}: {error}") from error
-    return tensors, facts
-
-
-def checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
-
-
-def _digest(file: Any) -> str:
-    found = hashlib.sha256()
-    while piece := file.read(1 << 20):
-        found.update(piece)
-    return found.hexdigest()
 
 
 def _flush(path: Path) -> None:
@@ -107,20 +99,88 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-# --- an optimizer as tensors with names
+# --- finding
+
+
+def steps(run: Path) -> list[int]:
+    """Of the checkpoints that are there, whole or damaged."""
+    folder = run / "checkpoints"
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
+
+
+def newest(run: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+    """The newest checkpoint that is whole, and its facts; `say` is told of those that are not."""
+    found = steps(run)
+    for step in reversed(found):
+        folder = run / "checkpoints" / f"{step:08d}"
+        try:
+            return folder, _facts(folder)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            say(f"{folder} is damaged ({error}); trying the one before it")
+    what = "all of them are damaged" if found else "there is none"
+    raise CheckpointError(f"{run / 'checkpoints'}: no checkpoint to go on from, {what}. Leave out --resume to begin anew.")
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    """Of a checkpoint, if it is what was written."""
+    from safetensors import SafetensorError, safe_open
+
+    facts = json.loads((folder / "state.json").read_text())
+    for name, expected in facts["sha256"].items():
+        if checksum(folder / name) != expected:
+            raise ValueError(f"the checksum of {name} does not fit")
+        if name.endswith(".safetensors"):
+            try:
+                with safe_open(folder / name, "pt"):
+                    pass
+            except SafetensorError as error:
+                raise ValueError(f"{name}: {error}") from error
+    return facts
+
+
+def checksum(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            found.update(piece)
+    return found.hexdigest()
+
+
+# --- reading
+
+
+def load_into(folder: Path, tensors: Tensors) -> None:
+    """Overwrite tensors, whole or sharded, by those of a checkpoint, whole or sharded. Of the groups that are given."""
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+
+    with torch.no_grad():
+        if json.loads((folder / "state.json").read_text())["sharded"]:
+            reader = dcp.HuggingFaceStorageReader(str(folder))
+            there = {name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}  # type: ignore[union-attr]
+            there = {name: size for name, size in there.items() if name.split("/")[0] in tensors}
+            _compare({name: tuple(t.shape) for name, t in _flat(tensors).items()}, there)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # by one process: that is meant
+                dcp.load(_flat(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+            return
+        for group, wanted in tensors.items():
+            found = load_file(folder / f"{group}.safetensors")
+            _compare(*({name: tuple(t.shape) for name, t in of.items()} for of in (wanted, found)))
+            for name, tensor in wanted.items():
+                tensor.copy_(found[name])
+
+
+def _compare(wanted: dict[str, Any], there: dict[str, Any]) -> None:
+    for name in sorted(wanted.keys() | there.keys()):
+        if wanted.get(name) != there.get(name):
+            raise ShapeError(f"{name} is {there.get(name, 'missing')} there and {wanted.get(name, 'missing')} here")
+
+
+def _flat(tensors: Tensors) -> dict[str, Tensor]:
+    return {f"{group}/{name}": tensor.detach() for group, found in tensors.items() for name, tensor in found.items()}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Tensor]:
     """Its state, by the name of the parameter and of the value."""
-    found = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            found[f"{names[id(parameter)]}/{key}"] = torch.as_tensor(value)
-    return found
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str], tensors: dict[str, Tensor]) -> None:
-    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    for name, value in tensors.items():
-        parameter, key = name.rsplit("/", 1)
-        optimizer.state[parameters[parameter]][key] = value.to(parameters[parameter].device) if value.ndim else value
+    return {f"{names[id(p)]}/{key}": optimizer.state[p][key] for p in optimizer.state for key in MOMENTS}

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from retrograd.models.lm import LanguageModel
@@ -65,12 +67,19 @@ class Run:
         self.model = LanguageModel(settings.config(), memory=settings.choice(), exact=settings.exact)
         if settings.compile:
             self.model.layers.compile()
-        objective = Objective(self.model)
-        self.objective = DistributedDataParallel(objective) if self.world > 1 else objective
+        self.objective: nn.Module = Objective(self.model)
+        if settings.shard:
+            if not dist.is_initialized():
+                raise TrainingError("--shard needs several processes: torchrun --nproc-per-node 2 -m retrograd train --shard ...")
+            for block in self.model.layers.blocks:
+                fully_shard(block)
+            fully_shard(self.objective)
+        elif self.world > 1:
+            self.objective = DistributedDataParallel(self.objective)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         rest = [p for p in self.model.parameters() if p.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": settings.decay}, {"params": rest, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+        self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=not settings.shard)
         self.names = {id(p): name for name, p in self.model.named_parameters()}
         self.done = 0  # steps
 
@@ -94,8 +103,7 @@ class Run:
         pieces = stretches.chunk(self.world)[self.rank].chunk(settings.accumulate)
         total = torch.zeros(())
         for i, piece in enumerate(pieces):
-            last = i == len(pieces) - 1
-            with contextlib.nullcontext() if last or self.world == 1 else self.objective.no_sync():  # type: ignore[operator]
+            with self.communicating(i == len(pieces) - 1):
                 with self.autocast():
                     loss = self.objective(piece) / len(pieces)
                 loss.backward()
@@ -104,6 +112,7 @@ class Run:
             dist.all_reduce(total)
             total /= self.world
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not (total.isfinite() and norm.isfinite()):
             raise TrainingError(
                 f"step {number + 1}: the loss is {total.item():.4g} and its gradient {norm.item():.4g}, and no step was taken. "
@@ -122,6 +131,14 @@ class Run:
             "bytes_per_second": settings.batch * settings.context / seconds,
         }
 
+    def communicating(self, last: bool) -> Any:
+        """Gradients are shared in the last piece of a batch only."""
+        if self.settings.shard:
+            self.objective.set_requires_gradient_sync(last)  # type: ignore[operator]
+        elif self.world > 1 and not last:
+            return self.objective.no_sync()  # type: ignore[operator]
+        return contextlib.nullcontext()
+
     def autocast(self) -> Any:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.settings.dtype == "bfloat16")
 
@@ -132,7 +149,7 @@ class Run:
         found = []
         with self.autocast():
             for stretches in _batches(self.held_out.windows(self.settings.context, EVALUATED), self.settings.batch):
-                found += [self.model.loss(stretches[:, :-1], stretches[:, 1:]).item()] * len(stretches)
+                found += [self.objective(stretches).item()] * len(stretches)
         self.model.train()
         return sum(found) / len(found) / math.log(2)
 
@@ -162,30 +179,35 @@ class Run:
 
     # --- interrupted
 
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """All that a checkpoint has."""
+        optimizer = checkpoints.optimizer_tensors(self.optimizer, self.names)
+        return {"model": dict(self.model.named_parameters()), "optimizer": optimizer}
+
     def save(self) -> None:
-        if self.rank == 0:
-            tensors = {
-                "model": dict(self.model.named_parameters()),
-                "optimizer": checkpoints.optimizer_tensors(self.optimizer, self.names),
-            }
-            checkpoints.save(self.folder, self.done, tensors, {})  # type: ignore[arg-type]
+        if self.settings.shard:
+            checkpoints.save_shards(self.folder, self.done, self.tensors())
+        elif self.rank == 0:
+            checkpoints.save(self.folder, self.done, self.tensors())
         if self.world > 1:
             dist.barrier()
 
     def resume(self, say: Callable[[str], None]) -> None:
         """Go on from the newest checkpoint that is whole."""
-        tensors, facts = checkpoints.latest(self.folder, say)
-        parameters = dict(self.model.named_parameters())
-        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-        if shapes != {name: tuple(t.shape) for name, t in tensors["model"].items()}:
+        found: list[Any] = [checkpoints.newest(self.folder, say)] if self.rank == 0 else [None]
+        if self.world > 1:
+            dist.broadcast_object_list(found)
+        folder, facts = found[0]
+        for parameter in self.model.parameters():
+            zeros = {key: torch.zeros_like(parameter) for key in checkpoints.MOMENTS}
+            self.optimizer.state[parameter] = {"step": torch.tensor(float(facts["step"])), **zeros}
+        try:
+            checkpoints.load_into(folder, self.tensors())
+        except checkpoints.ShapeError as error:
             raise checkpoints.CheckpointError(
-                f"{self.folder}: its checkpoint is of another shape than {self.settings.config()}. Resume with the settings that "
-                "the run was begun with, or choose another --out."
-            )
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(tensors["model"][name])
-        checkpoints.restore_optimizer(self.optimizer, self.names, tensors["optimizer"])
+                f"{self.folder}: its checkpoint is of another shape than {self.settings.config()} ({error}). Resume with the "
+                "settings that the run was begun with, or choose another --out."
+            ) from error
         self.done = facts["step"]
         if self.rank == 0:
             keep_lines(self.folder / "metrics.jsonl", self.done)

@@ -6,6 +6,7 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,22 @@ class Progress:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+
+def events(folder: Path, done: int) -> Callable[[dict[str, float]], None]:
+    """Where metrics go besides their file: to TensorBoard, if it is installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return lambda metrics: None
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+
+    def write(metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            if name != "step":
+                writer.add_scalar(name, value, int(metrics["step"]))
+
+    return write
 
 
 def summary(run: Run) -> dict[str, Any]:

@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of `retrograd train`. Fields marked "free" may change when a run is taken up again; the others decide its numbers."""
+    """Of `retrograd train`."""
 
     data: str | None = None  # a file or a folder; None: Python's own library
     depth: int = 48
@@ -35,6 +35,7 @@ class Settings:
     memory: str = "reverse"  # keep, or a size
     exact: bool = False
     compile: bool = False
+    shard: bool = False  # weights, gradients and optimizer over all processes
     seed: int = 0
     save_every: int = 50
 
