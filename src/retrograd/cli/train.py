@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _leave(code: int) -> None:
-    """End one of several processes. The interpreter would take apart gloo threads that FSDP still holds, and now and then abort."""
+    """End one of several processes. The interpreter would take apart gloo's threads that FSDP holds, and abort at times."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
