@@ -223,7 +223,7 @@ def _finish(run: Any, options: argparse.Namespace) -> None:
     facts = report.summary(run)
     generator = torch.Generator().manual_seed(run.settings.seed)
     sample = bytes(run.model.generate(b"def ", 300, generator=generator)).decode(errors="replace")
-    pictures = report.draw(run, run.folder)
+    pictures = report.draw(run, facts)
     (run.folder / "summary.json").write_text(json.dumps({**facts, "sample": f"def {sample}"}, indent=1) + "\n")
     if options.json:
         print(json.dumps({**facts, "out": str(run.folder)}))

@@ -16,6 +16,7 @@ import torch
 from retrograd.core.memory import Keep
 from retrograd.measure import activation_bytes
 from retrograd.models.lm import LanguageModel, angles
+from retrograd.stepplan import StepPlan
 from retrograd.training.loop import Objective, Run
 from retrograd.training.text import bigram_bits
 
@@ -80,18 +81,27 @@ def events(folder: Path, done: int) -> Callable[[dict[str, float]], None]:
     return write
 
 
-def summary(run: Run) -> dict[str, Any]:
-    """What the run learned, and the activation memory of a step: as it is, four times as deep, and with plain autograd."""
-    settings = run.settings
-    deeper = replace(settings.config(), depth=4 * settings.depth)
+def plans(run: Run) -> tuple[StepPlan, StepPlan]:
+    """What the layers keep in a step of the run; and with plain autograd."""
+    settings, layers = run.settings, run.model.layers
     tokens = run.text.read(0, settings.context)[None].expand(settings.batch // settings.accumulate, -1)
     rotary = angles(0, settings.context, settings.width // settings.heads, tokens.device)
-    layers = run.model.layers
     with torch.no_grad():
         x = run.model.embedding(tokens)
-    with run.autocast():
-        counted = layers.plan(x, rotary=rotary).plain
-    memory, layers.memory = layers.memory, Keep()
+    found, memory = [], layers.memory
+    for layers.memory in (memory, Keep()):
+        with run.autocast():
+            found.append(layers.plan(x, rotary=rotary))
+    layers.memory = memory
+    return found[0], found[1]
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """What the run learned, and the activation memory of a step: as it is, four times as deep, and with plain autograd."""
+    settings, layers = run.settings, run.model.layers
+    deeper = replace(settings.config(), depth=4 * settings.depth)
+    counted, memory = plans(run)[0].plain, layers.memory
+    layers.memory = Keep()
     plain = measured_bytes(run.model, run) if counted < MEASURED else counted
     layers.memory = memory
     return {
@@ -141,32 +151,24 @@ def table(facts: dict[str, Any], sample: str) -> str:
     return "\n".join([*lines, "", "a sample:", *(f"    {line}" for line in sample.splitlines())])
 
 
-def draw(run: Run, folder: Path) -> list[Path]:
+def draw(run: Run, facts: dict[str, Any]) -> list[Path]:
     """`loss.png` and `memory.png`, if matplotlib is there."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return []
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    pictures = [run.folder / "loss.png", run.folder / "memory.png"]
+    metrics = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot([m["step"] for m in metrics], [m["bits_per_byte"] for m in metrics], linewidth=0.8, label="training text")
-    axes.axhline(
-        bigram_bits(run.text, run.held_out), color="gray", linestyle="--", linewidth=0.8, label="counting pairs of bytes"
-    )
-    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None), title=f"{run.settings.depth} reversible layers")
+    pairs = facts["bigram_bits_per_byte"]
+    axes.axhline(pairs, color="gray", linestyle="--", linewidth=0.8, label="counting pairs of bytes")
+    axes.plot(facts["steps"], facts["bits_per_byte"], "o", color="tab:orange", label="held-out text")
+    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None), title=f"{facts['depth']} reversible layers")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(folder / "loss.png", dpi=150)
-    settings, layers = run.settings, run.model.layers
-    tokens = run.text.read(0, settings.context)[None].expand(settings.batch // settings.accumulate, -1)
-    rotary = angles(0, settings.context, settings.width // settings.heads, tokens.device)
-    with torch.no_grad():
-        x = run.model.embedding(tokens)
-    with run.autocast():
-        plan = layers.plan(x, rotary=rotary)
-        memory, layers.memory = layers.memory, Keep()
-        plain = layers.plan(x, rotary=rotary)
-    layers.memory = memory
-    plan.draw(folder / "memory.png", plain)
-    return [folder / "loss.png", folder / "memory.png"]
+    figure.savefig(pictures[0], dpi=150)
+    own, plain = plans(run)
+    own.draw(pictures[1], plain)
+    return pictures
