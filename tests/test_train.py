@@ -364,6 +364,7 @@ SOAK = """
 import gc, os, sys
 from pathlib import Path
 import torch
+from retrograd.training.loop import Run
 from retrograd.training.settings import Settings
 from retrograd.training.text import read_text
 
