@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,6 +117,12 @@ def test_sampling(finished, capsys):
     assert written.startswith("the ")
     assert cli.main(["sample", str(run), "--prompt", "the ", "--count", "20"]) == 0
     assert capsys.readouterr().out == written
+    for mistake in (["--temperature", "nan"], ["--seed", "-1"], ["--count", "-1"]):
+        assert cli.main(["sample", str(run), *mistake]) == 2
+    process = subprocess.Popen(command("sample", run, "--prompt", "ünï", "--temperature", "1e-45"), stdout=subprocess.PIPE)
+    assert process.stdout.read(3)
+    process.stdout.close()  # as `head` does
+    assert process.wait(60) == 141
 
 
 @pytest.mark.integration
@@ -162,11 +169,8 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(finished, data, tmp_pat
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
-        resume = ["--resume"] if checkpoints.steps(run) else []
-        if not resume and run.exists():
-            for path in sorted(run.rglob("*"), reverse=True):  # killed before its first checkpoint: begin anew
-                path.rmdir() if path.is_dir() else path.unlink()
-    train(*([] if resume else arguments), *resume, "--out", run, processes=processes)
+        resume = ["--resume"]
+    train(*resume, "--out", run, processes=processes)
     assert curve(run) == curve(whole)
     got, expected = weights(run), weights(whole)
     assert got.keys() == expected.keys()
@@ -222,7 +226,7 @@ def test_an_interrupt_saves_and_says_how_to_go_on(data, tmp_path, number):
 
 def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, capsys):
     run = tmp_path / "run"
-    copy_tree(finished[0], run)
+    shutil.copytree(finished[0], run)
     newest = run / "checkpoints" / "00000060"
     content = bytearray((newest / "model.safetensors").read_bytes())
     content[-1] ^= 1
@@ -246,7 +250,7 @@ def test_a_checkpoint_never_runs_code(finished, tmp_path, capsys):
             return Path.touch, (tmp_path / "was here",)
 
     run = tmp_path / "run"
-    copy_tree(finished[0], run)
+    shutil.copytree(finished[0], run)
     evil = pickle.dumps(Malicious())
     for path in (run / "checkpoints").glob("*/*.safetensors"):
         path.write_bytes(evil)
@@ -260,7 +264,7 @@ def test_a_checkpoint_never_runs_code(finished, tmp_path, capsys):
 
 def test_a_full_disk_loses_nothing(finished, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
-    copy_tree(finished[0], run)
+    shutil.copytree(finished[0], run)
     (run / "checkpoints" / "00000060" / "state.json").unlink()
 
     def full(tensors, path):
@@ -270,14 +274,61 @@ def test_a_full_disk_loses_nothing(finished, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("safetensors.torch.save_file", full)
     assert cli.main(["train", "--resume", "--out", str(run)]) == 2
     errors = capsys.readouterr().err
-    assert "No space left on device" in errors and "Checkpoints are as they were" in errors
+    assert "No space left on device" in errors and "The checkpoints before it are as they were" in errors
+    assert not list((run / "checkpoints").glob("*.part"))
     assert checkpoints.newest(run, lambda line: None)[1]["step"] == 50
 
 
-def copy_tree(source, target):
-    import shutil
+def test_a_run_without_a_checkpoint_begins_again(data, tmp_path):
+    """It failed, or was killed, before its first one."""
+    run = tmp_path / "run"
+    whole = tmp_path / "whole"
+    for folder in (run, whole):
+        train(*TINY, "--data", data, "--steps", 4, "--out", folder)
+    shutil.rmtree(run / "checkpoints")
+    done = train("--resume", "--out", run)
+    assert "no checkpoint yet: beginning again" in done.stderr
+    assert curve(run) == curve(whole)
 
-    shutil.copytree(source, target)
+
+def test_a_sharded_run_is_taken_up_by_one_process(data, tmp_path):
+    run = tmp_path / "run"
+    train(*TINY, "--data", data, "--steps", 6, "--save-every", 3, "--shard", "--out", run, processes=2)
+    expected = curve(run)
+    shutil.rmtree(run / "checkpoints" / "00000006")
+    train("--resume", "--out", run)
+    assert torch.allclose(torch.tensor(curve(run)), torch.tensor(expected), rtol=1e-4)
+
+
+def test_a_run_does_not_read_what_it_writes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for i in range(5):
+        (tmp_path / f"{i}.txt").write_text(f"some text, number {i}. " * 50)
+    assert cli.main(["train", *TINY, "--data", ".", "--steps", "4", "--save-every", "2", "--json"]) == 0
+    before = curve(Path("runs/001"))
+    shutil.rmtree("runs/001/checkpoints/00000004")
+    assert cli.main(["train", "--resume", "--json"]) == 0
+    assert curve(Path("runs/001")) == before
+
+
+def test_another_text_is_noticed(finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    configuration = json.loads((run / "configuration.json").read_text())
+    other = tmp_path / "other.txt"
+    other.write_text("another text. " * 2000)
+    (run / "configuration.json").write_text(json.dumps({**configuration, "data": str(other)}))
+    assert cli.main(["train", "--resume", "--out", str(run)]) == 2
+    assert "is not what it was when the run was begun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("facts", ["[]", "{}", '{"step": 60, "sha256": {}}', '{"step": 60, "sha256": []}', '{"step": 1}'])
+def test_a_damaged_state_is_passed_over(finished, tmp_path, capsys, facts):
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    (run / "checkpoints" / "00000060" / "state.json").write_text(facts)
+    assert cli.main(["sample", str(run), "--count", "1"]) == 0
+    assert "00000060 is damaged" in capsys.readouterr().err
 
 
 # --- mistakes
@@ -294,13 +345,20 @@ def copy_tree(source, target):
         (["--memory", "1 KiB"], "--memory 1 KiB: 1 KiB are less than the"),
         (["--accumulate", "3"], "--accumulate 3: does not divide the batch of 4"),
         (["--lr", "0"], "--lr 0.0: a number above 0"),
+        (["--lr", "inf"], "--lr inf: a number above 0"),
+        (["--dropout", "1.5"], "--dropout 1.5: at least 0 and below 1"),
+        (["--seed", "99999999999"], "--seed 99999999999: at least 0 and below 2**31"),
+        (["--warmup", "-5"], "--warmup -5: not below 0"),
         (["--lr", "1e30", "--steps", "20"], "Try a smaller --lr than 1e+30; the last checkpoint is as it was"),
         (["--resume"], "--resume: there is no run in"),
+        (["--data", "HIDDEN"], "nothing in it. Name a file"),
     ],
 )
 def test_mistakes_are_told_in_a_line(arguments, says, data, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "HIDDEN" / ".git" / "objects").mkdir(parents=True)
+    (tmp_path / "HIDDEN" / ".git" / "objects" / "ab").write_text("not text" * 1000)
     (tmp_path / "SHORT").write_text("ten bytes.")
     given = [*TINY, "--data", str(data), "--steps", "3", *arguments, "--out", str(tmp_path / "run")]
     assert cli.main(["train", *given]) == 2
@@ -309,8 +367,11 @@ def test_mistakes_are_told_in_a_line(arguments, says, data, tmp_path, monkeypatc
     assert "Traceback" not in errors
 
 
-def test_a_run_is_not_overwritten_and_not_resumed_with_other_settings(finished, capsys):
+def test_a_run_is_not_overwritten_and_not_resumed_with_other_settings(finished, tmp_path, capsys):
     run, _ = finished
+    (tmp_path / "checkpoints").mkdir()  # of a run whose configuration was lost
+    assert cli.main(["train", "--out", str(tmp_path)]) == 2
+    assert "there is a run in it." in capsys.readouterr().err
     assert cli.main(["train", "--out", str(run)]) == 2
     assert "there is a run in it. Add --resume to go on with it, or name another folder" in capsys.readouterr().err
     assert cli.main(["train", "--resume", "--depth", "3", "--out", str(run)]) == 2
@@ -325,7 +386,7 @@ def test_more_processes_than_a_batch_has(data, tmp_path):
 
 def test_a_checkpoint_of_another_shape(finished, tmp_path, capsys):
     run = tmp_path / "run"
-    copy_tree(finished[0], run)
+    shutil.copytree(finished[0], run)
     configuration = json.loads((run / "configuration.json").read_text())
     (run / "configuration.json").write_text(json.dumps({**configuration, "depth": 3}))
     assert cli.main(["train", "--resume", "--out", str(run)]) == 2

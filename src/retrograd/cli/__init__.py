@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,8 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except Mistake as mistake:
-        print(f"retrograd {options.command}: {mistake}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # of several processes, one tells
+            print(f"retrograd {options.command}: {mistake}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
     except KeyboardInterrupt:
         print(f"retrograd {options.command}: interrupted", file=sys.stderr)
         return 130

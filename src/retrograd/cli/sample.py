@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,19 +37,26 @@ def run(options: argparse.Namespace) -> int:
 
     if not (options.folder / "configuration.json").exists():
         raise Mistake(f"{options.folder}: there is no run in it. Train one: retrograd train --out {options.folder}")
-    if options.count < 0 or options.temperature < 0:
-        raise Mistake("--count and --temperature are not below zero.")
-    settings = Settings.read(options.folder / "configuration.json")
+    if options.count < 0 or not 0 <= options.temperature < math.inf:
+        raise Mistake("--count and --temperature are numbers not below zero.")
+    if not 0 <= options.seed < 2**63:
+        raise Mistake(f"--seed {options.seed}: at least 0 and below 2**63.")
+    try:
+        settings = Settings.read(options.folder / "configuration.json")
+    except (ValueError, TypeError) as error:
+        raise Mistake(f"{options.folder / 'configuration.json'} cannot be read: {error}") from error
     model = LanguageModel(settings.config())
     try:
         folder, _ = checkpoints.newest(options.folder, lambda line: print(f"retrograd sample: {line}", file=sys.stderr))
         checkpoints.load_into(folder, {"model": dict(model.named_parameters())})
-    except (checkpoints.CheckpointError, checkpoints.ShapeError) as error:
+    except (checkpoints.CheckpointError, checkpoints.ShapeError, OSError) as error:
         raise Mistake(str(error)) from error
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     text = codecs.getincrementaldecoder("utf-8")("replace")
     print(options.prompt, end="", flush=True)
     generator = torch.Generator().manual_seed(options.seed)
-    for byte in model.generate(options.prompt.encode(), options.count, temperature=options.temperature, generator=generator):
+    for byte in model.generate(os.fsencode(options.prompt), options.count, temperature=options.temperature, generator=generator):
         print(text.decode(bytes([byte])), end="", flush=True)
     print(text.decode(b"", final=True))
     return 0

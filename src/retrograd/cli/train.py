@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -83,10 +84,12 @@ def run(options: argparse.Namespace) -> int:
     except BudgetError as error:
         what, _ = re.sub(r"Budget\(limit='(.*?)'\)", r"--memory \1", str(error)).split("\n", 1)
         raise Mistake(f"{what} Allow more, or use --memory reverse.") from error
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise Mistake("there is not enough memory for such a model: a smaller --width, --depth, --batch or --context.") from error
     except OSError as error:
-        raise Mistake(
-            f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}. Checkpoints are as they were."
-        ) from error
+        raise Mistake(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}.") from error
 
 
 def _leave(code: int) -> None:
@@ -113,12 +116,21 @@ def process_group() -> Iterator[None]:
 
 def _train(options: argparse.Namespace) -> Any:
     """The run, trained to its end or interrupted."""
+    import torch.distributed as dist
+
     from retrograd.training import report
-    from retrograd.training.loop import Run
+    from retrograd.training.loop import Run, agree
     from retrograd.training.text import read_text
 
-    settings, folder = _settings(options)
-    text, held_out = read_text(None if settings.data is None else Path(settings.data))
+    settings, folder = agree(lambda: _settings(options))
+    text, held_out = read_text(None if settings.data is None else Path(settings.data), (folder, RUNS))
+    fingerprint = text.fingerprint()
+    if settings.fingerprint not in ("", fingerprint):
+        raise Mistake(f"--resume: the text of {folder} is not what it was when the run was begun. Put it back, or begin anew.")
+    settings = dataclasses.replace(settings, fingerprint=fingerprint)
+    alone = not dist.is_initialized()
+    if options.resume and alone:  # one process can go on where several were
+        settings = dataclasses.replace(settings, shard=False)
     run = Run(settings, folder, text, held_out)
     first = run.rank == 0
     quiet = options.json or not first
@@ -129,7 +141,7 @@ def _train(options: argparse.Namespace) -> Any:
 
     if options.resume:
         run.resume(say)
-        say(f"going on after step {run.done} of {settings.steps}")
+        say(f"going on after step {run.done} of {settings.steps}" if run.done else "no checkpoint yet: beginning again")
     elif first:
         folder.mkdir(parents=True, exist_ok=True)
         settings.write(folder / "configuration.json")
@@ -151,7 +163,8 @@ def _train(options: argparse.Namespace) -> Any:
         finally:
             progress.close()
     if run.done < settings.steps:
-        say(f"interrupted after step {run.done}, and saved. Go on with: retrograd train --resume --out {folder}")
+        launch = "retrograd" if run.world == 1 else f"torchrun --nproc-per-node {run.world} -m retrograd"
+        say(f"interrupted after step {run.done}, and saved. Go on with: {launch} train --resume --out {shlex.quote(str(folder))}")
     return run
 
 
@@ -173,11 +186,13 @@ def _settings(options: argparse.Namespace) -> tuple[Any, Path]:
     names = {field.name for field in dataclasses.fields(Settings)}
     given = {name: value for name, value in vars(options).items() if name in names}
     if given.get("data") is not None:
-        given["data"] = str(Path(given["data"]).resolve())
+        given["data"] = os.path.abspath(given["data"])
     runs = sorted(path for path in RUNS.glob("[0-9][0-9][0-9]") if path.is_dir()) if RUNS.is_dir() else []
     if not options.resume:
         folder = options.out or RUNS / f"{int(runs[-1].name) + 1 if runs else 1:03d}"
-        if (folder / "configuration.json").exists():
+        if not str(options.out or "x").strip():
+            raise Mistake("--out is empty: name a folder.")
+        if any((folder / name).exists() for name in ("configuration.json", "metrics.jsonl", "checkpoints")):
             raise Mistake(f"--out {folder}: there is a run in it. Add --resume to go on with it, or name another folder.")
         if folder.exists() and not folder.is_dir():
             raise Mistake(f"--out {folder} is a file; name a folder.")
@@ -207,7 +222,8 @@ def interrupts() -> Iterator[list[int]]:
         caught.append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+    before = {number: signal.signal(number, note) for number in dict.fromkeys(numbers)}
     try:
         yield caught
     finally:

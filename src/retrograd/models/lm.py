@@ -149,7 +149,7 @@ class LanguageModel(nn.Module):
             for _ in range(count):
                 logits = self.logits(tokens, cache)[0, -1].float()
                 if temperature > 0:
-                    chances = (logits / temperature).softmax(-1).cpu()
+                    chances = ((logits - logits.max()) / max(temperature, 1e-6)).softmax(-1).cpu()
                     token = int(torch.multinomial(chances, 1, generator=generator))
                 else:
                     token = int(logits.argmax())

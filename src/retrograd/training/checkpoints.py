@@ -40,12 +40,19 @@ class ShapeError(ValueError):
 
 def save(run: Path, step: int, tensors: Tensors) -> Path:
     """A checkpoint by one process. It is there as a whole or not at all."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     aside = _begin(run, step)
-    for name, group in tensors.items():
-        save_file({key: tensor.detach().contiguous().cpu() for key, tensor in group.items()}, aside / f"{name}.safetensors")
-    return _end(run, step, sharded=False)
+    try:
+        for name, group in tensors.items():
+            save_file({key: tensor.detach().contiguous().cpu() for key, tensor in group.items()}, aside / f"{name}.safetensors")
+        return _end(run, step, sharded=False)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(
+            f"step {step} cannot be saved in {run}: {error}. The checkpoints before it are as they were."
+        ) from error
 
 
 def save_shards(run: Path, step: int, tensors: Tensors) -> None:
@@ -85,7 +92,7 @@ def _end(run: Path, step: int, sharded: bool) -> Path:
     shutil.rmtree(final, ignore_errors=True)
     aside.rename(final)
     _flush(final.parent)
-    for old in steps(run)[:-KEPT]:
+    for old in [other for other in steps(run) if other <= step][:-KEPT]:
         shutil.rmtree(final.parent / f"{old:08d}", ignore_errors=True)
     return final
 
@@ -126,6 +133,12 @@ def _facts(folder: Path) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     facts = json.loads((folder / "state.json").read_text())
+    if not isinstance(facts, dict) or not isinstance(facts.get("sha256"), dict) or facts.get("step") != int(folder.name):
+        raise ValueError("state.json is not that of a checkpoint")
+    if not facts["sha256"] or not (
+        facts.get("sharded") or {"model.safetensors", "optimizer.safetensors"} <= facts["sha256"].keys()
+    ):
+        raise ValueError("state.json names no files")
     for name, expected in facts["sha256"].items():
         if checksum(folder / name) != expected:
             raise ValueError(f"the checksum of {name} does not fit")

@@ -194,10 +194,12 @@ class Run:
 
     def resume(self, say: Callable[[str], None]) -> None:
         """Go on from the newest checkpoint that is whole."""
-        found: list[Any] = [checkpoints.newest(self.folder, say)] if self.rank == 0 else [None]
-        if self.world > 1:
-            dist.broadcast_object_list(found)
-        folder, facts = found[0]
+        found = agree(lambda: checkpoints.newest(self.folder, say) if checkpoints.steps(self.folder) else None)
+        if found is None:  # it was interrupted before its first checkpoint
+            if self.rank == 0:
+                keep_lines(self.folder / "metrics.jsonl", 0)
+            return
+        folder, facts = found
         for parameter in self.model.parameters():
             zeros = {key: torch.zeros_like(parameter) for key in checkpoints.MOMENTS}
             self.optimizer.state[parameter] = {"step": torch.tensor(float(facts["step"])), **zeros}
@@ -211,6 +213,22 @@ class Run:
         self.done = facts["step"]
         if self.rank == 0:
             keep_lines(self.folder / "metrics.jsonl", self.done)
+
+
+def agree(decide: Callable[[], Any]) -> Any:
+    """What the first process decides, or its error; for all of them."""
+    if not dist.is_initialized():
+        return decide()
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = decide()
+        except Exception as error:
+            found[1] = error
+    dist.broadcast_object_list(found)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
 
 
 def keep_lines(path: Path, steps: int) -> None:

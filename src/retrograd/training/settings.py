@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Settings:
     shard: bool = False  # weights, gradients and optimizer over all processes
     seed: int = 0
     save_every: int = 50
+    fingerprint: str = ""  # of the text, which must be the same when a run is taken up again
 
     def __post_init__(self) -> None:
         self.config()  # raises for shapes that cannot be
@@ -49,8 +51,14 @@ class Settings:
             raise ValueError(f"--accumulate {self.accumulate}: does not divide the batch of {self.batch}.")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype}: there are {' and '.join(DTYPES)}.")
-        if not self.lr > 0:
+        if not 0 < self.lr < math.inf:
             raise ValueError(f"--lr {self.lr}: a number above 0, such as 3e-3.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"--dropout {self.dropout}: at least 0 and below 1.")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"--seed {self.seed}: at least 0 and below 2**31.")
+        if self.warmup < 0:
+            raise ValueError(f"--warmup {self.warmup}: not below 0.")
 
     def config(self) -> Config:
         return Config(depth=self.depth, width=self.width, heads=self.heads, context=self.context, dropout=self.dropout)

@@ -45,6 +45,14 @@ class Text:
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 
+    def fingerprint(self) -> str:
+        """Another one for another text: from the size of each piece, its beginning and its end."""
+        found = hashlib.sha256()
+        for piece in self.pieces:
+            ends = _bytes(piece, piece.start, 1024), _bytes(piece, max(piece.stop - 1024, piece.start), 1024)
+            found.update(repr((piece.stop - piece.start, *(end.tolist() for end in ends))).encode())
+        return found.hexdigest()[:16]
+
     def read(self, start: int, count: int) -> Tensor:
         """`count` bytes from `start` on, as integers."""
         parts = []
@@ -53,7 +61,7 @@ class Text:
             piece = self.pieces[number]
             offset = start - (self.ends[number] - (piece.stop - piece.start))  # in the piece
             taken = min(count, self.ends[number] - start)
-            parts.append(_mapped(piece.path, piece.stop)[piece.start + offset :][:taken])
+            parts.append(_bytes(piece, piece.start + offset, taken))
             start, count, number = start + taken, count - taken, number + 1
         return torch.cat(parts).long()
 
@@ -70,9 +78,16 @@ class Text:
             yield self.read(i * whole // min(count, whole) * context, context + 1)
 
 
-def read_text(source: Path | None) -> tuple[Text, Text]:
-    """What is trained on and what is held out, of a file or of all files in a folder; of Python's own library by default."""
-    pieces = [Piece(path, 0, path.stat().st_size) for path in _files(source)]
+def read_text(source: Path | None, without: Sequence[Path] = ()) -> tuple[Text, Text]:
+    """What is trained on and what is held out, of a file or of all files in a folder; of Python's own library by default.
+
+    Not what is in the folders of `without`: a run must not read what it writes.
+    """
+    apart = [folder.absolute() for folder in without]
+    found = [path for path in _files(source) if not any(folder in path.absolute().parents for folder in apart)]
+    if not found:
+        raise TextError(f"{source}: nothing in it. Name a file, or a folder with files, that has text in it.")
+    pieces = [Piece(path, 0, path.stat().st_size) for path in found]
     if len(pieces) == 1:
         (only,) = pieces
         cut = only.stop - only.stop // HELD_OUT
@@ -89,17 +104,13 @@ def _files(source: Path | None) -> list[Path]:
         library = Path(sysconfig.get_paths()["stdlib"])
         found = [path for path in library.rglob("*.py") if "site-packages" not in path.parts]
     elif source.is_dir():
-        found = [
-            path for path in source.rglob("*") if path.is_file() and not any(part.startswith(".") for part in path.parts[-2:])
-        ]
+        files = (path for path in source.rglob("*") if path.is_file())
+        found = [path for path in files if not any(part[0] == "." for part in path.relative_to(source).parts)]
     elif source.exists():
         found = [source]
     else:
         raise TextError(f"{source}: there is no such file or folder.")
-    found = sorted(path for path in found if path.stat().st_size)
-    if not found:
-        raise TextError(f"{source}: nothing in it. Name a file, or a folder with files, that has text in it.")
-    return found
+    return sorted(path for path in found if path.stat().st_size)
 
 
 def bigram_bits(text: Text, held_out: Text, most: int = 1 << 22) -> float:
@@ -111,6 +122,17 @@ def bigram_bits(text: Text, held_out: Text, most: int = 1 << 22) -> float:
     chances = counts / counts.sum(1, keepdim=True)
     piece = held_out.read(0, min(len(held_out), most))
     return float(-chances[piece[:-1], piece[1:]].log2().mean())
+
+
+def _bytes(piece: Piece, start: int, count: int) -> Tensor:
+    try:
+        if piece.path.stat().st_size < piece.stop:  # what is mapped and not there would end the process
+            raise TextError(f"{piece.path} has become smaller since training began. Put it back, and go on with --resume.")
+        return _mapped(piece.path, piece.stop)[start : min(start + count, piece.stop)]
+    except (OSError, RuntimeError) as error:
+        raise TextError(
+            f"{piece.path} cannot be read any more ({str(error).splitlines()[0]}). Put it back, and --resume."
+        ) from error
 
 
 @functools.lru_cache(MAPPED)
