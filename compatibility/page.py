@@ -10,6 +10,7 @@ from typing import Any
 
 from compatibility.networks import SHOWN
 from compatibility.verdict import EQUAL, RAISED, WRONG
+from retrograd.files import write_whole
 
 Result = dict[str, Any]  # group, title, contestant, version, verdict, detail, note
 
@@ -96,10 +97,7 @@ def write(results: list[Result], page: Path, rows: Path) -> None:
     """The page and what it is made of; each aside, and then renamed."""
     texts = {rows: "".join(json.dumps(result) + "\n" for result in results), page: render(results)}
     for path, text in texts.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".part")
-        aside.write_text(text)
-        aside.replace(path)
+        write_whole(path, text)
 
 
 def read(rows: Path) -> list[Result]:

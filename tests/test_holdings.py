@@ -118,6 +118,20 @@ def test_a_generator_in_an_argument_that_is_no_pytree():
     assert zoo.worst(*found) < 1e-9
 
 
+def test_a_generator_among_many_arguments():
+    class Draws(nn.Linear):
+        def forward(self, x, settings):
+            return super().forward(x) * torch.rand(4, generator=settings[-1], dtype=x.dtype)
+
+    stack = rg.ReversibleSequence([(Draws(4, 4), Draws(4, 4)) for _ in range(4)]).double()
+    x = torch.randn(2, 4, dtype=torch.float64)
+    found = []
+    for memory in (rg.Keep(), rg.Reverse(keep_last=False)):
+        stack.memory = memory
+        found.append(zoo.gradients(stack, stack(x, settings=[*range(100), torch.Generator().manual_seed(1)])))
+    assert zoo.worst(*found) < 1e-9
+
+
 @every_memory
 def test_a_function_that_seeds_leaves_the_generator_as_plain_does(memory):
     """Every function starts with the same seed, so that the state before it is the state after it."""

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -277,6 +278,21 @@ def test_a_full_disk_loses_nothing(finished, tmp_path, monkeypatch, capsys):
     assert "No space left on device" in errors and "The checkpoints before it are as they were" in errors
     assert not list((run / "checkpoints").glob("*.part"))
     assert checkpoints.newest(run, lambda line: None)[1]["step"] == 50
+
+
+@pytest.mark.parametrize(("processes", "options"), [(1, []), (2, ["--shard"])])
+def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(data, tmp_path, processes, options):
+    """Files may have 24 KiB here, as a full disk would allow."""
+    run = tmp_path / "run"
+    line = shlex.join(command("train", *TINY, "--data", data, "--steps", 5, *options, "--out", run, processes=processes))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-c", f"ulimit -f 24; {line}"], capture_output=True, text=True, env=environment)
+    assert done.returncode != 0
+    (told,) = [line for line in done.stderr.splitlines() if "cannot be saved" in line]
+    assert told.startswith("retrograd train: step 5 cannot be saved in") and "File too large" in told
+    assert not list((run / "checkpoints").iterdir())
+    if processes == 1:
+        assert "Traceback" not in done.stderr
 
 
 def test_a_run_without_a_checkpoint_begins_again(data, tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 
 from retrograd.bench.cases import SIZES, Size
 from retrograd.bench.steps import measure
+from retrograd.files import write_whole
 
 MIB = 2**20
 SHOWN = SIZES["shown"]
@@ -34,11 +35,7 @@ def run(sizes: list[Size], rounds: int, names: Collection[str] | None) -> Iterat
 
 
 def write(rows: list[dict[str, Any]], path: Path) -> None:
-    """All or nothing: aside, and then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".part")
-    aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    aside.replace(path)
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read(path: Path) -> list[dict[str, Any]]:

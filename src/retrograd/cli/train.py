@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from retrograd.cli.mistakes import Mistake
+from retrograd.files import write_whole
 
 RUNS = Path("runs")
 INTERRUPTED = 130
@@ -128,8 +129,7 @@ def _train(options: argparse.Namespace) -> Any:
     if settings.fingerprint not in ("", fingerprint):
         raise Mistake(f"--resume: the text of {folder} is not what it was when the run was begun. Put it back, or begin anew.")
     settings = dataclasses.replace(settings, fingerprint=fingerprint)
-    alone = not dist.is_initialized()
-    if options.resume and alone:  # one process can go on where several were
+    if options.resume and not dist.is_initialized():  # one process can go on where several were
         settings = dataclasses.replace(settings, shard=False)
     run = Run(settings, folder, text, held_out)
     first = run.rank == 0
@@ -236,11 +236,12 @@ def _finish(run: Any, options: argparse.Namespace) -> None:
 
     from retrograd.training import report
 
-    facts = report.summary(run)
+    own, plain = report.plans(run)
+    facts = report.summary(run, plain)
     generator = torch.Generator().manual_seed(run.settings.seed)
     sample = bytes(run.model.generate(b"def ", 300, generator=generator)).decode(errors="replace")
-    pictures = report.draw(run, facts)
-    (run.folder / "summary.json").write_text(json.dumps({**facts, "sample": f"def {sample}"}, indent=1) + "\n")
+    pictures = report.draw(run, facts, own, plain)
+    write_whole(run.folder / "summary.json", json.dumps({**facts, "sample": f"def {sample}"}, indent=1) + "\n")
     if options.json:
         print(json.dumps({**facts, "out": str(run.folder)}))
         return

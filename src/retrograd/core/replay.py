@@ -184,7 +184,7 @@ class Scene:
                 put = functools.partial(module.set_rng_state, device=device)
                 self.generators.append((functools.partial(module.get_rng_state, device), put))
         own = [generator for cast in structure.distinct for generator in cast.holdings.generators]
-        own += Holdings([(arguments,)]).generators
+        own += Holdings([(value,) for value in arguments if not isinstance(value, Tensor)]).generators
         self.generators += [(g.get_state, g.set_state) for g in {id(g): g for g in own}.values()]
         kinds = sorted({"cpu", *(device.type for device in devices)})
         self.kinds = [kind for kind in kinds if torch.amp.is_autocast_available(kind)]

@@ -121,9 +121,8 @@ class LanguageModel(nn.Module):
         start = 0 if cache is None else cache.length
         channels = self.config.width // self.config.heads
         rotary = angles(start, tokens.shape[1], channels, tokens.device)
-        if cache is None:
-            return self.norm(self.layers(self.embedding(tokens), rotary=rotary))
-        cache.length += tokens.shape[1]
+        if cache is not None:
+            cache.length += tokens.shape[1]
         return self.norm(self.layers(self.embedding(tokens), rotary=rotary, cache=cache))
 
     def logits(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
@@ -132,7 +131,7 @@ class LanguageModel(nn.Module):
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy of the next token, in nats; the logits exist in chunks only."""
         read = self(tokens).flatten(0, 1)
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=max(read.shape[0] // 8, 1)) if torch.is_grad_enabled() else None
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=max(read.shape[0] // 8, 1))
         weight = self.embedding.weight.to(read.dtype)
         return nn.functional.linear_cross_entropy(read, weight, targets.flatten(), options=options)
 

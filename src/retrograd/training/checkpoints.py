@@ -49,10 +49,7 @@ def save(run: Path, step: int, tensors: Tensors) -> Path:
             save_file({key: tensor.detach().contiguous().cpu() for key, tensor in group.items()}, aside / f"{name}.safetensors")
         return _end(run, step, sharded=False)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(
-            f"step {step} cannot be saved in {run}: {error}. The checkpoints before it are as they were."
-        ) from error
+        raise _unsaved(run, step, error) from error
 
 
 def save_shards(run: Path, step: int, tensors: Tensors) -> None:
@@ -64,10 +61,19 @@ def save_shards(run: Path, step: int, tensors: Tensors) -> None:
         _begin(run, step)
     dist.barrier()
     writer = dcp.HuggingFaceStorageWriter(str(_aside(run, step)), save_distributed=True)
-    dcp.save(_flat(tensors), storage_writer=writer)
+    try:
+        dcp.save(_flat(tensors), storage_writer=writer)
+    except dcp.CheckpointException as error:  # in every process, whichever of them failed
+        raise _unsaved(run, step, next(iter(error.failures.values()))[0]) from error
     dist.barrier()
     if first:
         _end(run, step, sharded=True)
+
+
+def _unsaved(run: Path, step: int, error: BaseException) -> CheckpointError:
+    shutil.rmtree(_aside(run, step), ignore_errors=True)
+    why = str(error).strip().splitlines()[-1]
+    return CheckpointError(f"step {step} cannot be saved in {run}: {why}. The checkpoints before it are as they were.")
 
 
 def _aside(run: Path, step: int) -> Path:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from retrograd.files import write_whole
 from retrograd.models.lm import LanguageModel
 from retrograd.training import checkpoints
 from retrograd.training.settings import Settings
@@ -235,9 +235,7 @@ def keep_lines(path: Path, steps: int) -> None:
     """Metrics of steps after the checkpoint are of a future that will be run again."""
     if path.exists():
         lines = [line for line in path.read_text().splitlines() if line.endswith("}")][:steps]
-        aside = path.with_suffix(".part")
-        aside.write_text("".join(f"{line}\n" for line in lines))
-        os.replace(aside, path)
+        write_whole(path, "".join(f"{line}\n" for line in lines))
 
 
 def _batches(stretches: Iterator[Tensor], count: int) -> Iterator[Tensor]:

@@ -96,11 +96,14 @@ def plans(run: Run) -> tuple[StepPlan, StepPlan]:
     return found[0], found[1]
 
 
-def summary(run: Run) -> dict[str, Any]:
-    """What the run learned, and the activation memory of a step: as it is, four times as deep, and with plain autograd."""
+def summary(run: Run, plan: StepPlan) -> dict[str, Any]:
+    """What the run learned, and the activation memory of a step: as it is, four times as deep, and with plain autograd.
+
+    That is measured, unless `plan` says that it is too much.
+    """
     settings, layers = run.settings, run.model.layers
     deeper = replace(settings.config(), depth=4 * settings.depth)
-    counted, memory = plans(run)[0].plain, layers.memory
+    counted, memory = plan.plain, layers.memory
     layers.memory = Keep()
     plain = measured_bytes(run.model, run) if counted < MEASURED else counted
     layers.memory = memory
@@ -151,7 +154,7 @@ def table(facts: dict[str, Any], sample: str) -> str:
     return "\n".join([*lines, "", "a sample:", *(f"    {line}" for line in sample.splitlines())])
 
 
-def draw(run: Run, facts: dict[str, Any]) -> list[Path]:
+def draw(run: Run, facts: dict[str, Any], own: StepPlan, plain: StepPlan) -> list[Path]:
     """`loss.png` and `memory.png`, if matplotlib is there."""
     try:
         from matplotlib.figure import Figure
@@ -169,6 +172,5 @@ def draw(run: Run, facts: dict[str, Any]) -> list[Path]:
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(pictures[0], dpi=150)
-    own, plain = plans(run)
     own.draw(pictures[1], plain)
     return pictures

@@ -10,6 +10,7 @@ from typing import Any
 
 from retrograd.budget import Budget
 from retrograd.core.memory import Keep, Reverse
+from retrograd.files import write_whole
 from retrograd.models.lm import Config
 
 DTYPES = ("float32", "bfloat16")
@@ -70,9 +71,7 @@ class Settings:
         return Budget(self.memory)
 
     def write(self, path: Path) -> None:
-        aside = path.with_suffix(".part")
-        aside.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-        aside.replace(path)
+        write_whole(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Settings:
