@@ -31,6 +31,7 @@ PUBLIC = [
     ),
     "compat",
     "measure",
+    *("Report", "check"),
 ]
 
 

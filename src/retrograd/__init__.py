@@ -41,4 +41,7 @@ from retrograd import compat as compat
 # counting bytes, FLOPs and calls
 from retrograd import measure as measure
 
+# proof on a network of yours
+from retrograd.checking import Report as Report, check as check
+
 __version__ = "0.1.0"

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from retrograd.core.private import DispatchMode
+from retrograd.core.program import Program, Step, observers
 from retrograd.core.replay import is_recomputing
 from retrograd.core.streams import flatten, storage_of
 
@@ -141,8 +141,9 @@ def step(run: Callable[[], Any], module: nn.Module) -> Measurement:
         torch.accelerator.reset_peak_memory_stats(device)
         before = torch.accelerator.memory_allocated(device)
     entered: list[tuple[str, int]] = []
-    with LiveBytes() as live, _watched(module, live, entered, measured.evaluations):
+    with LiveBytes() as live, Counting(module, lambda name: entered.append((name, live.now))) as counting:
         run()
+    measured.evaluations = counting.evaluations
     measured.activation_bytes = live.peak - gradients()
     if device is not None:
         measured.allocated = torch.accelerator.max_memory_allocated(device) - before - gradients()
@@ -155,36 +156,44 @@ def step(run: Callable[[], Any], module: nn.Module) -> Measurement:
     return measured
 
 
-@contextmanager
-def _watched(module: nn.Module, live: LiveBytes, entered: list[tuple[str, int]], evaluations: dict[str, int]) -> Iterator[None]:
-    """Count the calls of the functions of each stack, and note the live bytes at each entry in forward."""
+class Counting:
+    """An observer (see `core.program.observers`) that counts the calls of the functions of each stack, by name."""
 
-    def watch(name: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            evaluations[name] = evaluations.get(name, 0) + 1
+    def __init__(self, module: nn.Module, entered: Callable[[str], None] = lambda name: None) -> None:
+        self.paths = {id(part): path for path, part in module.named_modules()}
+        self.names: dict[int, str] = {}  # of steps
+        self.steps: list[Step] = []  # kept alive, so that no other gets the number of one
+        self.evaluations: dict[str, int] = {}
+        self.entered = entered
+
+    def __enter__(self) -> Counting:
+        observers.append(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        observers.remove(self)
+
+    def memory(self, stack: Any) -> Any:
+        return stack.memory
+
+    def begin(self, stack: Any, program: Program) -> None:
+        """A pass of a stack begins."""
+        for step in program:
+            self.steps.append(step)
+            self.names[id(step)] = self.name(stack, step)
+
+    def name(self, stack: Any, step: Step) -> str:
+        """Of a step in the whole network: by its stack, or by its function if the stack is no part of it (those of `compat`)."""
+        path = self.paths.get(id(stack))
+        inner = getattr(step.fn, "fn", None)
+        if path is None and id(inner) in self.paths:
+            return self.paths[id(inner)]
+        return f"{path}.{step.name}" if path else step.name
+
+    def call(self, step: Step, reads: list[Any], arguments: dict[str, Any]) -> Any:
+        if not isinstance(step.fn, nn.Identity):
+            name = self.names[id(step)]
+            self.evaluations[name] = self.evaluations.get(name, 0) + 1
             if not is_recomputing():
-                entered.append((name, live.now))
-
-        return enter
-
-    with ExitStack() as stack:
-        for path, part in module.named_modules():
-            if type(part).__name__ in ("Block", "Update") and type(part).__module__ == "retrograd.sequence":
-                for name in ("f", "g", "fn"):
-                    fn = getattr(part, name, None)
-                    where = f"{path}.{name}".removesuffix(".fn").lstrip(".")
-                    if isinstance(fn, nn.Module):
-                        handle = fn.register_forward_pre_hook(watch(where))
-                        stack.callback(handle.remove)
-                    elif fn is not None:
-                        stack.callback(setattr, part, name, fn)
-                        setattr(part, name, _counting(fn, watch(where)))
-        yield
-
-
-def _counting(fn: Callable[..., Any], enter: Callable[..., None]) -> Callable[..., Any]:
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        enter()
-        return fn(*args, **kwargs)
-
-    return counted
+                self.entered(name)
+        return step.fn(*reads, **arguments)

@@ -15,7 +15,7 @@ from retrograd.core import errors
 from retrograd.core.exact import Precision
 from retrograd.core.memory import Keep, Plan, Reverse
 from retrograd.core.private import are_transforms_active, break_graph, without_compiler
-from retrograd.core.program import Run, State, Step, place, read
+from retrograd.core.program import Run, State, Step, observers, place, read
 from retrograd.core.replay import Backstage
 from retrograd.core.streams import Duplicate, flatten_stream, unflatten
 from retrograd.core.tape import Tape
@@ -190,7 +190,7 @@ class ReversibleSequence(_Stack):
 
     def forward(self, x: Any, /, **kwargs: Any) -> Any:
         """The output for `x`, a tensor or a pytree of tensors; `(output, aux)` where functions return `WithAux`."""
-        return (_recorded if _is_recorded(self.memory) else _plain)(self._forward, x, kwargs)
+        return (_recorded if _is_recorded(memory_of(self)) else _plain)(self._forward, x, kwargs)
 
     def _forward(self, new_run: Callable[..., Run], x: Any, kwargs: dict[str, Any]) -> Any:
         program = self._program(kwargs)
@@ -389,7 +389,7 @@ class Reversible(_Stack):
 
     def forward(self, streams: dict[str, Any], /, **kwargs: Any) -> Any:
         """The streams after all updates; `(streams, aux)` where functions return `WithAux`."""
-        return (_recorded if _is_recorded(self.memory) else _plain)(self._forward, streams, kwargs)
+        return (_recorded if _is_recorded(memory_of(self)) else _plain)(self._forward, streams, kwargs)
 
     def _forward(self, new_run: Callable[..., Run], streams: dict[str, Any], kwargs: dict[str, Any]) -> Any:
         program = self._program(streams, kwargs)
@@ -445,6 +445,11 @@ def _detached(value: Any) -> Any:
     return unflatten([leaf.detach() for leaf in leaves], spec)
 
 
+def memory_of(stack: Any) -> Any:
+    """The memory mode of a call: the stack's own, unless someone observes it in another."""
+    return observers[-1].memory(stack) if observers else stack.memory
+
+
 def _is_recorded(memory: Any) -> bool:
     """Whether a call leaves a tape. Where saved-tensor hooks are not allowed or not followed, the same updates run plain.
 
@@ -461,7 +466,12 @@ def _is_recorded(memory: Any) -> bool:
 
 
 def _plain(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
-    return forward(lambda module, *opened: Run(*opened, precision=module.precision), value, kwargs)
+    def new_run(module: Any, streams: dict[str, Any], keywords: dict[str, Any], program: list[Step]) -> Run:
+        if observers:
+            observers[-1].begin(module, program)
+        return Run(streams, keywords, program, module.precision)
+
+    return forward(new_run, value, kwargs)
 
 
 # [Note: torch.compile] Forward and recompute must call the same callable, compiled or not, or they save different tensors. A
@@ -478,7 +488,9 @@ def _recorded(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -
 @without_compiler
 def _taped(forward: Callable[..., Any], value: Any, kwargs: dict[str, Any]) -> Any:
     def new_run(module: Any, streams: dict[str, Any], keywords: dict[str, Any], program: list[Step]) -> Run:
-        plan = module.memory.plan([step.target for step in program], streams, keywords, module, program)
+        if observers:
+            observers[-1].begin(module, program)
+        plan = memory_of(module).plan([step.target for step in program], streams, keywords, module, program)
         return Tape(streams, keywords, program, module.precision, plan, module._backstage)
 
     return forward(new_run, value, kwargs)

@@ -110,7 +110,7 @@ def _references(value: Any) -> Iterator[Reference]:
         for cell in value.__closure__ or ():
             if cell != _EMPTY:
                 yield cell, None, cell.cell_contents
-        for name in _globals_of(value.__code__):
+        for name in globals_of(value.__code__):
             if name in value.__globals__:
                 yield value.__globals__, name, value.__globals__[name]
         yield from ((value.__dict__, key, inner) for key, inner in value.__dict__.items())
@@ -123,7 +123,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+def globals_of(code: types.CodeType) -> tuple[str, ...]:
     return tuple({i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
 
 

@@ -7,7 +7,7 @@ Before the cut, a plan may choose to keep something of an update, so that less o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -38,6 +38,7 @@ class Plan:
     kept: int
     choices: Mapping[int, Choice] = field(default_factory=dict)  # by update, before the cut; others keep nothing
     watcher: Watcher | None = None
+    waypoints: Callable[..., Any] | None = None  # in place of `waypoints.Waypoints`
 
     @property
     def sample(self) -> range:

@@ -37,6 +37,10 @@ class Step(NamedTuple):
 
 Program = Sequence[Step]
 
+# Whoever wants to see what every stack does (`measure`, `checking`): the last one is asked which memory mode a stack has, told of
+# each pass, and makes each call of a function.
+observers: list[Any] = []
+
 
 class Run:
     """One pass of `program` over `streams`.
@@ -211,9 +215,10 @@ def read(leaves: Leaves, spec: Spec, dtypes: Dtypes) -> Any:
 
 def call(step: Step, reads: list[Any], keywords: dict[str, Any]) -> Any:
     """Run the function, through its `__call__`: hooks are how FSDP, profilers and users attach."""
-    if not step.keywords:
+    if not step.keywords and not observers:
         return step.fn(*reads)
-    return step.fn(*reads, **{inner: keywords[outer] for inner, outer in step.keywords.items()})
+    arguments = {inner: keywords[outer] for inner, outer in step.keywords.items()}
+    return observers[-1].call(step, reads, arguments) if observers else step.fn(*reads, **arguments)
 
 
 def couple(step: Step, target: Leaves, parts: Parts) -> tuple[Tensor, ...]:

@@ -62,7 +62,7 @@ class Tape(Run):
         given = tuple(value for value in arguments.leaves if isinstance(value, torch.nn.Module))
         functions = [(s.fn, *given) if isinstance(s.coupling, TRUSTED) else (s.fn, s.coupling, *given) for s in program]
         self.scene = Scene(backstage.get(functions), leaves, arguments.leaves)
-        self.waypoints = Waypoints(program, precision, backstage)
+        self.waypoints: Waypoints = (plan.waypoints or Waypoints)(program, precision, backstage)
         # What functions compute in, whatever they return.
         for dtype in (
             *self.scene.structure.dtypes,

@@ -363,9 +363,8 @@ def leaf_views(leaves: Leaves, needs_grad: list[bool], at: int) -> list[Tensor]:
     views = []
     for i, tensor in enumerate(leaves, at):
         leaf = tensor.detach()
-        views.append(
-            leaf.requires_grad_()[...] if needs_grad[i] else leaf
-        )  # `view_as` may change strides of dimensions of size 1
+        # Not by `view_as`, which may change strides of dimensions of size 1.
+        views.append(leaf.requires_grad_()[...] if needs_grad[i] else leaf)
     return views
 
 

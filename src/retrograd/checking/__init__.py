@@ -1,0 +1,176 @@
+"""`rg.check`: proof that a network of yours is right, or what is wrong with it.
+
+The network takes the same step again and again, from the same state:
+
+1. kept, twice: plain autograd, and how far it agrees with itself;
+2. reversed, as its stacks say: gradients, buffers and random state must be those of the kept step;
+3. reversed with every update judged alone: recompute gets the streams that forward saw, so whatever differs is the function's
+   doing, or the coupling's; meanwhile its Python state is watched;
+4. reversed with every rebuilt stream compared: drift, by depth;
+5. both ways once more for bytes, and in turn for time.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from retrograd.checking import causes
+from retrograd.checking.causes import Seen, largest, relative
+from retrograd.checking.report import Both, Drift, Problem, Report, Stack, thinned
+from retrograd.checking.runs import (
+    Alone,
+    Course,
+    Drifting,
+    Kept,
+    Network,
+    Observer,
+    Reversed,
+    Taken,
+    as_written,
+    course,
+    reversing,
+    seconds,
+)
+from retrograd.core.errors import RetrogradError
+from retrograd.sequence import ReversibleSequence
+
+__all__ = ["Problem", "Report", "check"]
+
+
+def check(module: Any, /, *args: Any, **kwargs: Any) -> Report:
+    """Run a network reversed and kept, and report whether they agree: gradients, drift, determinism, state, memory, time.
+
+    Takes about fifteen steps of the network, one of which keeps everything: choose arguments for which that fits. Everything is
+    put back afterwards: parameters, gradients, buffers, random states, Python state of the functions.
+
+    Args:
+        module: a network that contains stacks, or a list of `(f, g)` pairs.
+        args, kwargs: what to call it with, as in `module(*args, **kwargs)`. Tensors are copied. Gradients are compared of all
+            parameters that require them, and of tensors here that do. If the output is one number, that is the loss; otherwise
+            each output is weighted at random.
+
+    Returns:
+        A `Report`: `report.ok`, `print(report)`, `report.to_json()`, `report.plot()`. Notebooks show it as a table.
+
+    Example:
+        >>> stack = rg.ReversibleSequence([(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(4)])
+        >>> report = rg.check(stack, torch.randn(2, 8))
+        >>> report.ok
+        True
+    """
+    module = _as_module(module)
+    with as_written():
+        network = Network(module, args, kwargs)
+        try:
+            return _report(network, module.training)
+        finally:
+            network.restore()
+
+
+def _as_module(module: Any) -> nn.Module:
+    while hasattr(module, "_orig_mod"):  # torch.compile's wrapper: the functions themselves are checked
+        module = module._orig_mod
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        module = module.module
+    if not isinstance(module, nn.Module):
+        if not isinstance(module, Iterable):
+            raise TypeError(f"check takes a module or a list of (f, g) pairs, not {module!r:.80}.")
+        module = ReversibleSequence(module)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(f"{name} has no shape yet, and check leaves everything as it was: call the network once before.")
+        if hasattr(tensor, "full_tensor"):
+            raise ValueError(f"{name} is sharded: check the network before fully_shard.")
+    return module
+
+
+def _attempt(network: Network, observer: Observer, seen: Seen) -> Taken | None:
+    """A step, or nothing and the error among those that were seen."""
+    try:
+        with observer:
+            return network.step()
+    except Exception as error:
+        if isinstance(observer, Kept) and not isinstance(error, RetrogradError):
+            raise  # plain autograd fails as well: the caller's own
+        seen.errors.append(error)
+        return None
+
+
+def _report(network: Network, training: bool) -> Report:
+    seen = Seen()
+    seen.kept, again = _attempt(network, Kept(network), seen), None
+    if seen.kept is not None:
+        if not seen.kept.gradients:
+            raise ValueError("nothing to compare: no output depends on a parameter or an argument that requires grad.")
+        again = _attempt(network, Kept(network), seen)
+    if _attempt(network, Reversed(network), seen) is not None:  # a budget watches its first step
+        seen.reversed = _attempt(network, Reversed(network), seen)
+    alone, drifting = Alone(network), Drifting(network)
+    if seen.kept is not None:
+        _attempt(network, alone, seen)
+        _attempt(network, drifting, seen)
+    _compare(network, seen, alone, drifting, again)
+    evaluations: dict[str, tuple[int, int]] = {}
+    courses: list[tuple[Course, int]] = []
+    times = None
+    if seen.kept is not None and seen.reversed is not None:
+        ways = [Kept(network), Reversed(network)]
+        courses = [course(network, way) for way in ways]
+        evaluations = {name: (count, ways[1].evaluations.get(name, 0)) for name, count in ways[0].evaluations.items()}
+        times = Both(*seconds(network, [Kept, Reversed]))
+    return Report(
+        problems=tuple(causes.problems(seen)),
+        stacks=tuple(_described(stack) for stack in seen.stacks),
+        limit=seen.limit,
+        gradients=seen.gradients,
+        noise=max(seen.noise.values(), default=0.0),
+        drift=tuple(seen.drift),
+        determinism={e.name: e.differs for e in seen.evidence if e.again},
+        state=tuple(dict.fromkeys(change.text for e in seen.evidence for change in e.changed)),
+        buffers=seen.buffers,
+        random=seen.random,
+        evaluations=evaluations,
+        peak=Both(*(live.peak - gradients for live, gradients in courses)) if courses else None,
+        seconds=times,
+        course=tuple(thinned(live.bytes, live.forward) for live, _ in courses) if courses else None,  # type: ignore[arg-type]
+        training=training,
+        versions={"torch": torch.__version__, "Python": platform.python_version()},
+    )
+
+
+def _compare(network: Network, seen: Seen, alone: Alone, drifting: Drifting, again: Taken | None) -> None:
+    seen.stacks = list(network.stacks.values())
+    observer = Kept(network)
+    seen.names = {(s.name, i): observer.name(s.module, step) for s in seen.stacks for i, step in enumerate(s.program)}
+    seen.evidence, seen.alone = list(alone.evidence.values()), alone.streams
+    exact = bool(seen.stacks) and all(stack.module.precision.grid is not None for stack in seen.stacks)
+    epsilons = [torch.finfo(gap.dtype.to_real()).eps for gaps in drifting.streams.values() for gap in gaps.values()]
+    epsilons += [epsilon for name, epsilon in drifting.narrow.items()]
+    seen.limit = 0.0 if exact else min(max(epsilons, default=torch.finfo(torch.float32).eps) ** 0.5, 0.03)
+    for (stack, index), gaps in sorted(drifting.streams.items()):
+        seen.drift += [Drift(stack, index, seen.names[stack, index], name, gap.relative) for name, gap in gaps.items()]
+    kept, reversed_ = seen.kept, seen.reversed
+    if kept is None or reversed_ is None:
+        return
+    # A gradient that is zero but for rounding would make any error look large: it is measured by the others' size.
+    floor = largest(kept.gradients.values()) / 1000
+    seen.gradients = relative(reversed_.gradients, kept.gradients, floor)
+    if again is not None:
+        seen.noise = relative(again.gradients, kept.gradients, floor)
+    seen.buffers = relative(reversed_.buffers, kept.buffers, 0.0)
+    seen.random = {name: reversed_.random.get(name) == state for name, state in kept.random.items()}
+
+
+def _described(stack: Any) -> Stack:
+    module = stack.module
+    mode = reversing(module.memory)
+    memory = f"memory={mode!r}" + ("" if mode is module.memory else f" (the stack's own is {module.memory!r})")
+    how = [repr(module.streams)] if hasattr(module, "streams") else []
+    how += sorted({type(step.coupling).__name__ for step in stack.program})
+    return Stack(stack.name, type(module).__name__, len(stack.program), memory, ", ".join(how) + str(module.precision))

@@ -1,0 +1,291 @@
+"""From what was seen to what is wrong: problems, each with its likely cause and the fix to type."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from retrograd.checking.reach import Change, outside_sources
+from retrograd.checking.report import Drift, Problem
+from retrograd.checking.runs import Evidence, Gap, Stack, Taken
+from retrograd.core.errors import CouplingError, InPlaceError, RetrogradError
+from retrograd.core.updates import TRUSTED
+
+LEAVE_ALONE = "leave it alone in recompute: `if not rg.is_recomputing(): ...`"
+AS_ARGUMENT = "pass it as a keyword argument of the stack, which is the same both times"
+
+
+@dataclass
+class Seen:
+    """All that the runs gave."""
+
+    stacks: list[Stack] = field(default_factory=list)
+    limit: float = 0.0
+    kept: Taken | None = None
+    reversed: Taken | None = None
+    errors: list[Exception] = field(default_factory=list)
+    gradients: dict[str, float] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
+    buffers: dict[str, float] = field(default_factory=dict)
+    random: dict[str, bool] = field(default_factory=dict)
+    drift: list[Drift] = field(default_factory=list)
+    alone: dict[tuple[str, int], dict[str, Gap]] = field(default_factory=dict)
+    evidence: list[Evidence] = field(default_factory=list)
+    names: dict[tuple[str, int], str] = field(default_factory=dict)  # of updates
+
+
+def problems(seen: Seen) -> list[Problem]:
+    """What is wrong: causes first, then what follows from them."""
+    if not seen.stacks:
+        return [_nothing()]
+    roots = [*_functions(seen), *_couplings(seen)]
+    roots += [problem for problem in _errors(seen, bool(roots)) if problem not in roots]
+    found = roots + _drift(seen, bool(roots))
+    found += _gradients(seen, bool(found))
+    found += _buffers(seen, bool(roots))
+    found += _random(seen)
+    return found
+
+
+def _nothing() -> Problem:
+    what = "no stack of retrograd ran, so there was nothing to check."
+    cause = "the network has none, or does not call it for these arguments."
+    return Problem("nothing", "the network", what, cause, "check a network that calls an rg.ReversibleSequence or rg.Reversible.")
+
+
+# --- functions
+
+
+def _functions(seen: Seen) -> Iterator[Problem]:
+    """One problem for each kind of fault, however many blocks have it."""
+    groups: dict[tuple[str, ...], list[tuple[Evidence, str, str, str]]] = {}
+    for evidence in seen.evidence:
+        for kind, what, cause, fix, key in _faults(evidence, seen.limit):
+            groups.setdefault((kind, key), []).append((evidence, what, cause, fix))
+    for (kind, _), group in groups.items():
+        worst, what, cause, fix = max(group, key=lambda entry: entry[0].differs)
+        more = f" (and {len(group) - 1} more)" if len(group) > 1 else ""
+        yield Problem(kind, f"{worst.name}{more}", what, cause, fix)
+
+
+def _faults(evidence: Evidence, limit: float) -> Iterator[tuple[str, str, str, str, str]]:
+    """Kind, what, cause, fix, and what makes faults of several functions the same one."""
+    if evidence.edits_input:
+        cause = "it writes to its input through .data, NumPy or another view that autograd does not count."
+        fix = "use the out-of-place operation, or start the function with x.clone()."
+        yield "input", "changed its input in place.", cause, fix, ""
+    cause, fix, key = _cause(evidence)
+    if evidence.raised is not None:
+        yield "determinism", f"raised when it ran again: {evidence.raised}", cause, fix, key
+    elif not evidence.differs <= limit or (evidence.differs and not limit):
+        what = f"returned something else when it ran again on the same input: {evidence.differs:.1e} of its size off."
+        yield "determinism", what, cause, fix, key
+    elif evidence.changed:
+        what = f"changes Python state again when it is recomputed: {evidence.changed[0].text}."
+        yield "state", what, cause, fix, key
+
+
+def _cause(evidence: Evidence) -> tuple[str, str, str]:
+    """The likeliest reason why a function did something else the second time, the fix, and a key for the same reason elsewhere."""
+    if evidence.reads_target is not None:
+        path = _own(evidence.reads_target, evidence.name)
+        cause = f"it reads its own target, the stream that it updates, through `{path}`; in recompute another value is there."
+        fix = "let it read a stream (rg.Update(..., reads=(...))) or a keyword argument, never its target."
+        return cause, fix, f"target {path}"
+    if evidence.draws:
+        source = " and ".join(sorted(evidence.draws))
+        fix = f"draw with torch, whose generators are replayed; or draw outside of the stack, and {AS_ARGUMENT}."
+        return f"it draws from {source}, which nobody replays.", fix, source
+    order = ("random", "cache", "tensor", "counter", "value")
+    for change in sorted(evidence.changed, key=lambda change: order.index(change.kind)):
+        return *_of_change(change, evidence.name), f"{change.kind} {_own(change.path, evidence.name)}"
+    sources = outside_sources(evidence.name, evidence.fn)
+    if sources:
+        return (
+            f"it depends on {', '.join(sources)}, which gives another answer each time.",
+            f"ask once, outside of the stack, and {AS_ARGUMENT}.",
+            str(sources),
+        )
+    cause = "state that was not found: a kernel that is not deterministic, a file, a thread, an extension."
+    fix = "torch.use_deterministic_algorithms(True) shows kernels that are not; memory=rg.Keep() does not recompute."
+    return cause, fix, "unknown"
+
+
+def _of_change(change: Change, name: str) -> tuple[str, str]:
+    text = change.text
+    if change.kind == "cache":
+        return f"a cache that grows on each call, also in recompute: {text}.", f"{LEAVE_ALONE}; or {AS_ARGUMENT}."
+    if change.kind == "random":
+        return f"a random generator that is not torch's, and which nobody replays: {text}.", (
+            "use a torch.Generator, which is replayed; or draw outside of the stack, and " + AS_ARGUMENT + "."
+        )
+    if change.kind == "tensor":
+        cause = f"a buffer outside the module tree, which is updated again in recompute: {text}."
+        return cause, f"register it: self.register_buffer(name, tensor); or {LEAVE_ALONE}."
+    if change.kind == "counter":
+        return f"it counts its calls, also those of recompute: {text}.", f"{LEAVE_ALONE}."
+    return f"state outside its modules, which recompute changes again: {text}.", f"{LEAVE_ALONE}."
+
+
+def _own(path: str, name: str) -> str:
+    """A path as seen from the function."""
+    return path.removeprefix(name).lstrip(".: ") or path
+
+
+# --- updates
+
+
+def _couplings(seen: Seen) -> Iterator[Problem]:
+    differing = {evidence.name for evidence in seen.evidence if evidence.differs}
+    worst: dict[str, tuple[float, str, Any]] = {}
+    for stack in seen.stacks:
+        for index, step in enumerate(stack.program):
+            name = seen.names[stack.name, index]
+            for gap in seen.alone.get((stack.name, index), {}).values():
+                coupling = type(step.coupling).__name__
+                limit = torch.finfo(gap.dtype.to_real()).eps ** 0.75
+                if name not in differing and not gap.relative <= limit and math.isfinite(gap.scale):
+                    if gap.relative > worst.get(coupling, (0.0,))[0]:
+                        worst[coupling] = gap.relative, name, step.coupling
+    for name, (relative, where, coupling) in worst.items():
+        what = f"undoing it with {name} misses the stream by {relative:.1e} of its size, though its function did the same again."
+        if isinstance(coupling, TRUSTED):
+            cause = "undoing enlarges rounding errors: by exp(limit) for rg.Affine(limit), by 1 / gamma for rg.Momentum(gamma)."
+            yield Problem("coupling", where, what, cause, "use rg.Additive(), a smaller limit or a larger gamma.")
+        else:
+            cause = f"{name}.inverse(y, out) is not the inverse of {name}.forward(x, out), or enlarges rounding errors."
+            yield Problem("coupling", where, what, cause, "solve forward for x in inverse, and keep factors away from zero.")
+
+
+def _drift(seen: Seen, explained: bool) -> list[Problem]:
+    beyond = [drift for drift in seen.drift if not drift.relative <= seen.limit]
+    if not beyond:
+        return []
+    first = max(beyond, key=lambda drift: drift.update)  # as backward goes
+    worst = max(beyond, key=lambda drift: drift.relative if math.isfinite(drift.relative) else math.inf)
+    stack = next(stack for stack in seen.stacks if stack.name == first.stack)
+    what = (
+        f"stream {first.stream!r} is off by {first.relative:.1e} of its size when it has been rebuilt to here, and by "
+        f"{worst.relative:.1e} before {worst.name}; healthy networks of this dtype stay below {seen.limit:.0e}."
+    )
+    cause, fix = ("it follows from the problems above.", "solve them first.") if explained else _cause_of_drift(stack, seen)
+    return [Problem("drift", first.name, what, cause, fix)]
+
+
+def _cause_of_drift(stack: Stack, seen: Seen) -> tuple[str, str]:
+    gaps = [gap for (name, _), gaps in seen.alone.items() if name == stack.name for gap in gaps.values()]
+    narrow = next((gap.dtype for gap in gaps if gap.dtype in (torch.bfloat16, torch.float16)), None)
+    if narrow is not None:
+        kind = str(narrow).removeprefix("torch.")
+        return (
+            f"the streams are {kind}: every update that is undone rounds to {torch.finfo(narrow).eps:.0e}, and the errors add up.",
+            "leave out stream_dtype, so that streams are float32 while functions compute as before; or exact=True.",
+        )
+    couplings = {type(step.coupling).__name__ for step in stack.program} - {"Additive", "OnGrid"}
+    if couplings:
+        return (
+            f"{', '.join(sorted(couplings))} multiplies, and undoing it enlarges rounding errors with every update.",
+            "memory=rg.Anchor(every=16) bounds it; stream_dtype=torch.float64 makes it small; rg.Additive() with exact=True has none.",
+        )
+    if stack.module.precision.grid is not None:
+        return (
+            "with exact=True nothing may be off: a function gave another output for the same input.",
+            "torch.use_deterministic_algorithms(True) shows kernels that are not.",
+        )
+    return (
+        "undoing an update rounds, the functions enlarge the error, and it grows with depth.",
+        "exact=True restores every bit; stream_dtype=torch.float64 makes it small; memory=rg.Anchor(every=16) bounds it.",
+    )
+
+
+def _gradients(seen: Seen, explained: bool) -> list[Problem]:
+    wrong = {name: off for name, off in seen.gradients.items() if not off <= max(seen.limit, 4 * seen.noise.get(name, 0.0))}
+    if not wrong:
+        return []
+    name = max(wrong, key=lambda name: wrong[name] if not math.isnan(wrong[name]) else math.inf)
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    what = f"its gradient is off by {wrong[name]:.1e} of its size; the limit is {seen.limit:.0e}."
+    if explained:
+        return [Problem("gradients", f"{name}{more}", what, "it follows from the problems above.", "solve them first.")]
+    cause = "a choice inside a function (top-k, argmax, hashing, a threshold) that the rounding of rebuilt streams turned over."
+    return [Problem("gradients", f"{name}{more}", what, cause, "exact=True restores every bit, and so every choice.")]
+
+
+def _buffers(seen: Seen, explained: bool) -> list[Problem]:
+    wrong = [name for name, off in seen.buffers.items() if not off <= seen.limit]
+    if not wrong:
+        return []
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    what = f"after a step it is {seen.buffers[wrong[0]]:.1e} off what plain autograd leaves."
+    cause = "it follows from the problems above." if explained else "a function updates it where the engine does not see it."
+    return [Problem("buffers", f"{wrong[0]}{more}", what, cause, f"register it in the module that updates it; or {LEAVE_ALONE}.")]
+
+
+def _random(seen: Seen) -> list[Problem]:
+    wrong = [name for name, same in seen.random.items() if not same]
+    if not wrong:
+        return []
+    what = "after a step it is not where plain autograd leaves it."
+    drawing = [evidence.name for evidence in seen.evidence if set(wrong) & evidence.draws]
+    cause = f"{drawing[0]} draws from it, in forward and again in recompute." if drawing else "recompute draws from it."
+    fix = f"draw with torch, whose generators are replayed; or draw outside of the stack, and {AS_ARGUMENT}."
+    return [Problem("random", ", ".join(wrong), what, cause, fix)]
+
+
+# --- errors
+
+
+def _errors(seen: Seen, explained: bool) -> Iterator[Problem]:
+    told: set[str] = set()
+    for error in seen.errors:
+        text = str(error)
+        if text not in told:
+            told.add(text)
+            yield _of_error(error, explained)
+
+
+def _of_error(error: Exception, explained: bool) -> Problem:
+    """An error of ours has its own words for the cause and the fix."""
+    first, *rest = str(error).splitlines() or [""]
+    said: dict[str, str] = {}
+    for line in rest:
+        word, _, text = line.strip().partition(": ")
+        if text:
+            said[word] = text
+    cause = said.get("Why") or said.get("Usual causes") or "it came up only when the network ran reversed."
+    if explained:
+        cause = "it follows from the problems above."
+    fix = said.get("Fix", "memory=rg.Keep() does not recompute.")
+    kind = "coupling" if isinstance(error, CouplingError) else "error"
+    if isinstance(error, InPlaceError) and "changed its input" in first:
+        kind = "input"
+    ours = isinstance(error, RetrogradError)
+    return Problem(kind, "a reversed step" if not ours else "a step", f"{type(error).__name__}: {first}", cause, fix)
+
+
+def relative(now: dict[str, torch.Tensor], then: dict[str, torch.Tensor], floor: float) -> dict[str, float]:
+    """The largest difference of each tensor, relative to its largest value, or to the floor where that is larger."""
+    found = {}
+    for name in {**then, **now}:
+        a, b = now.get(name), then.get(name)
+        found[name] = math.inf if a is None or b is None or a.shape != b.shape else _difference(a, b, floor)
+    return found
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
+    if not a.numel() or a.is_meta or bool(((a == b) | ((a != a) & (b != b))).all()):
+        return 0.0
+    if not a.is_floating_point() and not a.is_complex():
+        return math.inf
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    scale = max(b.abs().max().item(), floor)
+    return (a - b).abs().max().item() / scale if scale else math.inf
+
+
+def largest(tensors: Iterable[torch.Tensor]) -> float:
+    return max((t.abs().max().item() for t in tensors if t.numel() and not t.is_meta), default=0.0)

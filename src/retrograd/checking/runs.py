@@ -1,0 +1,444 @@
+"""Running one step of a network again and again, from the same state: reversed, kept, and watched.
+
+The engine lets an observer choose the memory mode of every stack and make every call of a function (`core.program.observers`), and
+a plan may bring its own waypoints. So the network runs as it is written; nothing of it is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from retrograd.checking.reach import Change, Snapshot, changes, look, random_states, replayed_by_the_engine, visible
+from retrograd.core.holdings import Holdings
+from retrograd.core.memory import Keep, Reverse
+from retrograd.core.private import pytree
+from retrograd.core.program import Program, State, Step
+from retrograd.core.replay import Backstage, is_recomputing
+from retrograd.core.streams import flatten, unflatten
+from retrograd.core.waypoints import Waypoints
+from retrograd.measure import Counting, LiveBytes
+
+
+class Network:
+    """A module and its arguments, ready to take the same step as often as asked."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module = module
+        paths = pytree.tree_flatten_with_path((args, kwargs))[0]
+        leaves, self.spec = flatten((args, kwargs))
+        self.leaves = [_copy(leaf) for leaf in leaves]
+        # Every step gets copies of the tensors, one for each: whatever a network does to its input, the next step does not see it.
+        self.wanted = {id(p): (name, p) for name, p in module.named_parameters() if p.requires_grad}
+        self.inputs = {i: _input_name(path) for i, (path, leaf) in enumerate(paths) if _is_differentiable(leaf)}
+        self.weights: dict[Any, Tensor] = {}  # of the outputs, in the loss
+        self.stacks: dict[int, Stack] = {}  # that ran
+        self.snapshot = Snapshot([("", module), ("the arguments", [leaf for leaf in leaves if not isinstance(leaf, Tensor)])])
+        self.gradients_before = [(p, p.grad) for p in module.parameters()]
+
+    def step(self) -> Taken:
+        """Forward and backward, from the state that everything had in the beginning."""
+        self.snapshot.restore()
+        for parameter, _ in self.gradients_before:
+            parameter.grad = None
+        copies: dict[int, Any] = {}
+        leaves = [copies.setdefault(id(leaf), _copy(leaf)) for leaf in self.leaves]
+        args, kwargs = unflatten(leaves, self.spec)
+        begun = time.perf_counter()
+        output = self.module(*args, **kwargs)
+        differentiable = [t for t in _tensors(output) if t.requires_grad]
+        wanted = {**{name: p for name, p in self.wanted.values()}, **{name: leaves[i] for i, name in self.inputs.items()}}
+        taken = Taken(outputs=len(differentiable))
+        self.between()
+        if differentiable and wanted:
+            weights = [self.weights.setdefault((i, t.shape), _weights(t, i)) for i, t in enumerate(differentiable)]
+            del output, leaves, args, kwargs, copies
+            with _no_autocast():
+                found = torch.autograd.grad(differentiable, list(wanted.values()), weights, allow_unused=True)
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+            taken.seconds = time.perf_counter() - begun
+            taken.gradients = {name: _dense(g) for name, g in zip(wanted, found) if g is not None}
+        taken.buffers = {name: b.detach().clone() for name, b in self.module.named_buffers() if not b.is_meta}
+        taken.random = random_states() | _own_generators(self.module)
+        return taken
+
+    between: Callable[[], Any] = staticmethod(lambda: None)  # called when forward is over
+
+    def restore(self) -> None:
+        self.snapshot.restore()
+        for parameter, gradient in self.gradients_before:
+            parameter.grad = gradient
+        for stack in self.stacks.values():
+            stack.module._backstage = stack.backstage
+
+
+class Stack(NamedTuple):
+    """One that ran. What it learns while it is checked, it forgets again: it gets another backstage for the time being."""
+
+    name: str
+    module: Any
+    program: Program
+    backstage: Backstage
+    meanwhile: Backstage
+
+
+@dataclass
+class Taken:
+    """What one step gave."""
+
+    outputs: int = 0  # tensors that have gradients
+    seconds: float = 0.0
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    random: dict[str, Any] = field(default_factory=dict)
+
+
+# --- who watches
+
+
+class Observer(Counting):
+    """Every stack in a memory mode of its choosing."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(network.module)
+        self.network = network
+
+    def begin(self, stack: Any, program: Program) -> None:
+        network = self.network
+        if id(stack) not in network.stacks:
+            name = self.paths.get(id(stack)) or type(stack).__name__
+            network.stacks[id(stack)] = Stack(name, stack, program, stack._backstage, Backstage())
+            for step in program:
+                for i, weight in enumerate(Holdings((step.fn,)).weights):  # of no module: in closures, for instance
+                    network.wanted.setdefault(id(weight), (f"{self.name(stack, step)}, tensor {i}", weight))
+        stack._backstage = network.stacks[id(stack)].meanwhile
+        super().begin(stack, program)
+
+
+class Kept(Observer):
+    """As plain autograd does it."""
+
+    def memory(self, stack: Any) -> Any:
+        return Keep()
+
+
+class Reversed(Observer):
+    """As the stacks say; those that keep everything, reversed all the same. Nobody judges the way back but us."""
+
+    def memory(self, stack: Any) -> Any:
+        return _Planned(reversing(stack.memory), _Silent)
+
+
+class Drifting(Observer):
+    """Everything rebuilt, and compared with what forward saw before every update."""
+
+    reset = False  # go on from what forward saw, so that each update is judged alone
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(network)
+        self.streams: dict[tuple[str, int], dict[str, Gap]] = {}  # by the stack's name and the update
+        self.narrow: dict[str, float] = {}  # by the stack: the largest epsilon of what its functions compute in
+        self.target: tuple[Tensor, ...] = ()  # of the update that forward is at
+
+    def memory(self, stack: Any) -> Any:
+        return _Planned(Reverse(keep_last=False), lambda *made_of: _Everywhere(self, self.network.stacks[id(stack)].name, *made_of))
+
+
+@dataclass
+class Gap:
+    """How far a rebuilt stream is from what forward saw."""
+
+    error: float
+    scale: float  # the largest value here and where the walk began
+    dtype: torch.dtype
+
+    @property
+    def relative(self) -> float:
+        return self.error / self.scale if self.scale else (float("inf") if self.error else 0.0)
+
+
+class _Everywhere(Waypoints):
+    """Whole streams, before every update."""
+
+    def __init__(self, observer: Drifting, stack: str, program: Program, *rest: Any) -> None:
+        super().__init__(program, *rest)
+        self.observer, self.stack = observer, stack
+        self.at = range(len(program))
+        self.passed: dict[int, State] = {}
+
+    def note(self, index: int, state: State) -> None:
+        self.passed[index] = {name: tuple(leaf.detach() for leaf in leaves) for name, leaves in state.items()}
+        self.observer.target = self.passed[index][self.program[index].target]
+
+    def begin_at(self, state: State) -> None:
+        self.scales = {name: max(map(_largest, leaves), default=0.0) for name, leaves in state.items()}
+        self.observer.narrow[self.stack] = max(self.narrow, self.observer.narrow.get(self.stack, 0.0))
+
+    def compare(self, index: int, state: State) -> None:
+        gaps = self.observer.streams.setdefault((self.stack, index), {})
+        for name, leaves in self.passed.pop(index).items():
+            for now, then in zip(state[name], leaves):
+                if then.numel() and (then.is_floating_point() or then.is_complex()) and not then.is_meta:
+                    error = _largest(torch.where(now == then, 0, now - then))  # infinities that are the same are
+                    gap = Gap(error, max(_largest(then), self.scales[name]), then.dtype)
+                    if name not in gaps or not gap.relative <= gaps[name].relative:
+                        gaps[name] = gap
+            if self.observer.reset:
+                state[name] = tuple(then.clone() for then in leaves)
+
+
+class _Silent(Waypoints):
+    def __init__(self, *made_of: Any) -> None:
+        super().__init__(*made_of)
+        self.at = range(0)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A memory mode, with other waypoints."""
+
+    mode: Any
+    waypoints: Any
+
+    def plan(self, *call: Any) -> Any:
+        return dataclasses.replace(self.mode.plan(*call), waypoints=self.waypoints)
+
+
+def reversing(memory: Any) -> Any:
+    return Reverse() if isinstance(memory, Keep) else memory
+
+
+# --- each function by itself
+
+
+@dataclass
+class Evidence:
+    """What was seen of one function, in forward and when it ran again on the very same input."""
+
+    name: str
+    fn: Any
+    differs: float = 0.0  # its output, relative to its size; 0: the same bits
+    again: int = 0  # how often it was compared
+    edits_input: bool = False  # without autograd's knowledge
+    reads_target: str | None = None  # where it found it
+    draws: set[str] = field(default_factory=set)  # global generators that nobody replays
+    changed: list[Change] = field(default_factory=list)  # Python state that recompute changed
+    raised: str | None = None  # in recompute
+
+
+class Alone(Drifting):
+    """Every update judged alone: recompute gets the streams that forward saw."""
+
+    reset = True
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(network)
+        self.evidence: dict[str, Evidence] = {}
+        self.calls: dict[int, list[tuple[list[Tensor], list[Tensor]]]] = {}  # of a step: inputs and outputs in forward
+        self.replayed: dict[int, set[int]] = {}
+
+    def call(self, step: Step, reads: list[Any], arguments: dict[str, Any]) -> Any:
+        if isinstance(step.fn, nn.Identity):
+            return step.fn(*reads, **arguments)
+        name, again = self.names[id(step)], is_recomputing()
+        evidence = self.evidence.setdefault(name, Evidence(name, step.fn))
+        replayed = self.replayed.setdefault(id(step.fn), replayed_by_the_engine((step.fn,)))
+        before, given = look(name, step.fn, replayed), _values(reads)
+        if not again and evidence.reads_target is None:
+            evidence.reads_target = _holder(name, step.fn, replayed, self.target, given)
+        generators = _unreplayed()
+        try:
+            output = step.fn(*reads, **arguments)
+        except Exception as error:
+            if again:
+                evidence.raised = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            if again:
+                evidence.changed += [c for c in changes(before, look(name, step.fn, replayed)) if c not in evidence.changed]
+        evidence.draws |= {source for source, state in _unreplayed().items() if state != generators[source]}
+        evidence.edits_input |= not all(map(_same, given, _values(reads, copy=False)))
+        made = _values(output)
+        if not again:
+            self.calls.setdefault(id(step), []).append((given, made))
+            return output
+        for i, (inputs, outputs) in reversed(list(enumerate(self.calls.get(id(step), [])))):
+            if len(inputs) == len(given) and all(map(_same, inputs, given)):
+                del self.calls[id(step)][i]
+                evidence.again += 1
+                gaps = [_relative(a, b) for a, b in zip(made, outputs) if a.shape == b.shape and a.dtype == b.dtype]
+                evidence.differs = max([evidence.differs, *gaps, *([] if len(gaps) == len(outputs) else [float("inf")])])
+                break
+        return output
+
+
+def _holder(path: str, fn: Any, replayed: set[int], target: tuple[Tensor, ...], given: list[Tensor]) -> str | None:
+    """Where the function keeps the stream that it is about to update, if it does."""
+    for seen in visible(path, fn, replayed):
+        if isinstance(seen.value, Tensor) and seen.value.numel() > 1:
+            if any(_same(seen.value, leaf) for leaf in target) and not any(_same(seen.value, leaf) for leaf in given):
+                return seen.path
+    return None
+
+
+def _unreplayed() -> dict[str, Any]:
+    states: dict[str, Any] = {"Python's random": random.getstate()}
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["NumPy's generator"] = (kind, keys.tobytes(), *rest)
+    return states
+
+
+# --- bytes and time
+
+
+class Course(LiveBytes):
+    """Live bytes after every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+        self.forward = 0  # how many of them are of forward
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.bytes.append(self.now)
+        return result
+
+
+def course(network: Network, observer: Observer) -> tuple[Course, int]:
+    """The bytes of a step over its course; and those of the gradients that it leaves."""
+    live = Course()
+
+    def between() -> None:
+        live.forward = len(live.bytes)
+
+    network.between = between
+    try:
+        with live, observer:
+            taken = network.step()
+    finally:
+        network.between = lambda: None
+    return live, sum(gradient.nbytes for gradient in taken.gradients.values())
+
+
+def seconds(network: Network, ways: list[Callable[[Network], Observer]], rounds: int = 5, enough: float = 10.0) -> list[float]:
+    """The median time of a step of each, run in turn. Fewer rounds if they take long."""
+    times: list[list[float]] = [[] for _ in ways]
+    begun = time.perf_counter()
+    for _ in range(rounds):
+        for way, found in zip(ways, times):
+            with way(network):
+                found.append(network.step().seconds)
+        if time.perf_counter() - begun > enough:
+            break
+    return [sorted(found)[len(found) // 2] for found in times]
+
+
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """With gradients, whatever surrounds the caller, and without the compiler: the functions themselves are what is checked."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+# --- tensors
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _input_name(path: Any) -> str:
+    """`args[0]`, or `mask` of a keyword argument."""
+    first, *rest = path
+    if first.idx == 0:
+        return f"args{pytree.keystr(tuple(rest))}"
+    return f"{rest[0].key}{pytree.keystr(tuple(rest[1:]))}"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors of a pytree, and of objects in it, as some models return."""
+    found: list[Tensor] = []
+    for leaf in flatten(value)[0]:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module):
+            found += [inner for inner in flatten(dict(vars(leaf)))[0] if isinstance(inner, Tensor)]
+    return found
+
+
+def _weights(tensor: Tensor, number: int) -> Tensor:
+    """A gradient to begin with: 1 for a loss, else random, so that no symmetry hides an error. The same each time."""
+    if not tensor.ndim:
+        return torch.ones_like(tensor)
+    generator = torch.Generator().manual_seed(number)
+    drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+    return drawn.to(tensor.device, tensor.dtype) / max(tensor.numel(), 1) ** 0.5
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Backward belongs outside of autocast."""
+    kinds = {"cpu", *([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])}  # type: ignore[union-attr]
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _own_generators(module: nn.Module) -> dict[str, Any]:
+    found = {seen.path: seen.value for seen in visible("", module) if isinstance(seen.value, torch.Generator)}
+    return {path: bytes(generator.get_state().tolist()) for path, generator in found.items()}
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.layout != torch.strided else gradient
+
+
+def _values(value: Any, copy: bool = True) -> list[Tensor]:
+    found = [leaf.detach() for leaf in flatten(getattr(value, "output", value))[0] if isinstance(leaf, Tensor)]
+    return [leaf.clone() for leaf in found] if copy else found
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same to the bit, or as far as there is anything to see."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout or a.device != b.device:
+        return False
+    if a.is_meta or a.layout != torch.strided:
+        return True
+    return bool(torch.equal(a, b) or ((a == b) | ((a != a) & (b != b))).all())
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest absolute value; NaN if there is one."""
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def _relative(now: Tensor, then: Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    if _same(now, then):
+        return 0.0
+    if not then.is_floating_point() and not then.is_complex():
+        return float("inf")
+    error, scale = _largest(now - then), _largest(then)
+    return error / scale if scale else float("inf")
