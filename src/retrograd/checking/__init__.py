@@ -151,7 +151,8 @@ def _compare(network: Network, seen: Seen, alone: Alone, drifting: Drifting, aga
     seen.evidence, seen.alone = list(alone.evidence.values()), alone.streams
     exact = bool(seen.stacks) and all(stack.module.precision.grid is not None for stack in seen.stacks)
     epsilons = [torch.finfo(gap.dtype.to_real()).eps for gaps in drifting.streams.values() for gap in gaps.values()]
-    epsilons += [epsilon for name, epsilon in drifting.narrow.items()]
+    seen.narrow = drifting.narrow
+    epsilons += seen.narrow.values()
     seen.limit = 0.0 if exact else min(max(epsilons, default=torch.finfo(torch.float32).eps) ** 0.5, 0.03)
     for (stack, index), gaps in sorted(drifting.streams.items()):
         seen.drift += [Drift(stack, index, seen.names[stack, index], name, gap.relative) for name, gap in gaps.items()]

@@ -35,6 +35,7 @@ class Seen:
     drift: list[Drift] = field(default_factory=list)
     alone: dict[tuple[str, int], dict[str, Gap]] = field(default_factory=dict)
     evidence: list[Evidence] = field(default_factory=list)
+    narrow: dict[str, float] = field(default_factory=dict)  # by stack: the largest epsilon of what its functions compute in
     names: dict[tuple[str, int], str] = field(default_factory=dict)  # of updates
 
 
@@ -196,6 +197,11 @@ def _cause_of_drift(stack: Stack, seen: Seen) -> tuple[str, str]:
             "with exact=True nothing may be off: a function gave another output for the same input.",
             "torch.use_deterministic_algorithms(True) shows kernels that are not.",
         )
+    if seen.narrow.get(stack.name, 0.0) > 1e-4:
+        return (
+            "functions compute in half precision: an input that is a little off comes out another number of theirs.",
+            "exact=True, which restores every bit; memory=rg.Anchor(every=16) bounds it.",
+        )
     return (
         "undoing an update rounds, the functions enlarge the error, and it grows with depth.",
         "exact=True restores every bit; stream_dtype=torch.float64 makes it small; memory=rg.Anchor(every=16) bounds it.",
@@ -211,6 +217,10 @@ def _gradients(seen: Seen, explained: bool) -> list[Problem]:
     what = f"its gradient is off by {wrong[name]:.1e} of its size; the limit is {seen.limit:.0e}."
     if explained:
         return [Problem("gradients", f"{name}{more}", what, "it follows from the problems above.", "solve them first.")]
+    drifted = max(seen.drift, key=lambda drift: drift.relative, default=None)
+    if drifted is not None and drifted.relative > seen.limit / 10:
+        stack = next(stack for stack in seen.stacks if stack.name == drifted.stack)
+        return [Problem("gradients", f"{name}{more}", what, *_cause_of_drift(stack, seen))]
     cause = "a choice inside a function (top-k, argmax, hashing, a threshold) that the rounding of rebuilt streams turned over."
     return [Problem("gradients", f"{name}{more}", what, cause, "exact=True restores every bit, and so every choice.")]
 

@@ -222,7 +222,7 @@ class Report:
             memory.set_xticklabels(["forward", "backward"])
             memory.tick_params(axis="x", length=0)
             memory.set_title("memory over the course of one step")
-            memory.legend(frameon=False)
+            memory.legend(frameon=False, loc="upper left")
         floor = 1e-17
         for name, points in self._lines():
             drift.plot([p.update for p in points], [max(p.relative, floor) for p in points], label=name)

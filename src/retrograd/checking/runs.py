@@ -45,32 +45,40 @@ class Network:
         self.snapshot = Snapshot([("", module), ("the arguments", [leaf for leaf in leaves if not isinstance(leaf, Tensor)])])
         self.gradients_before = [(p, p.grad) for p in module.parameters()]
 
-    def step(self) -> Taken:
-        """Forward and backward, from the state that everything had in the beginning."""
+    def step(self, watcher: Any = contextlib.nullcontext()) -> Taken:
+        """Forward and backward, from the state that everything had in the beginning; under `watcher`, a context."""
         self.snapshot.restore()
         for parameter, _ in self.gradients_before:
             parameter.grad = None
         copies: dict[int, Any] = {}
         leaves = [copies.setdefault(id(leaf), _copy(leaf)) for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
-        begun = time.perf_counter()
-        output = self.module(*args, **kwargs)
-        differentiable = [t for t in _tensors(output) if t.requires_grad]
-        wanted = {**{name: p for name, p in self.wanted.values()}, **{name: leaves[i] for i, name in self.inputs.items()}}
-        taken = Taken(outputs=len(differentiable))
-        self.between()
-        if differentiable and wanted:
-            weights = [self.weights.setdefault((i, t.shape), _weights(t, i)) for i, t in enumerate(differentiable)]
-            del output, leaves, args, kwargs, copies
-            with _no_autocast():
-                found = torch.autograd.grad(differentiable, list(wanted.values()), weights, allow_unused=True)
-            if torch.accelerator.is_available():
-                torch.accelerator.synchronize()
+        taken = Taken()
+        with watcher:
+            begun = time.perf_counter()
+            output = self.module(*args, **kwargs)
+            losses = [t for t in _tensors(output) if t.requires_grad]
+            wanted = {**{name: p for name, p in self.wanted.values()}, **{name: leaves[i] for i, name in self.inputs.items()}}
+            self.between()
+            if losses and wanted:
+                weights = [self.weight(i, loss) for i, loss in enumerate(losses)]
+                del output, leaves, args, kwargs, copies
+                with _no_autocast():
+                    found = torch.autograd.grad(losses, list(wanted.values()), weights, allow_unused=True)
+                if torch.accelerator.is_available():
+                    torch.accelerator.synchronize()
+                taken.gradients = {name: _dense(g) for name, g in zip(wanted, found) if g is not None}
             taken.seconds = time.perf_counter() - begun
-            taken.gradients = {name: _dense(g) for name, g in zip(wanted, found) if g is not None}
         taken.buffers = {name: b.detach().clone() for name, b in self.module.named_buffers() if not b.is_meta}
         taken.random = random_states() | _own_generators(self.module)
         return taken
+
+    def weight(self, number: int, output: Tensor) -> Tensor:
+        """Of an output in the loss. Made once, so that no step has to."""
+        key = number, output.shape
+        if key not in self.weights:
+            self.weights[key] = _weights(output, number)
+        return self.weights[key]
 
     between: Callable[[], Any] = staticmethod(lambda: None)  # called when forward is over
 
@@ -96,7 +104,6 @@ class Stack(NamedTuple):
 class Taken:
     """What one step gave."""
 
-    outputs: int = 0  # tensors that have gradients
     seconds: float = 0.0
     gradients: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -118,9 +125,10 @@ class Observer(Counting):
         if id(stack) not in network.stacks:
             name = self.paths.get(id(stack)) or type(stack).__name__
             network.stacks[id(stack)] = Stack(name, stack, program, stack._backstage, Backstage())
-            for step in program:
-                for i, weight in enumerate(Holdings((step.fn,)).weights):  # of no module: in closures, for instance
-                    network.wanted.setdefault(id(weight), (f"{self.name(stack, step)}, tensor {i}", weight))
+            for step in program:  # weights that are not the network's: in closures, for instance
+                for name, weight in _held(Holdings((step.fn,))):
+                    if weight.requires_grad:
+                        network.wanted.setdefault(id(weight), (f"{self.name(stack, step)}: {name}", weight))
         stack._backstage = network.stacks[id(stack)].meanwhile
         super().begin(stack, program)
 
@@ -325,8 +333,8 @@ def course(network: Network, observer: Observer) -> tuple[Course, int]:
 
     network.between = between
     try:
-        with live, observer:
-            taken = network.step()
+        with observer:
+            taken = network.step(live)
     finally:
         network.between = lambda: None
     return live, sum(gradient.nbytes for gradient in taken.gradients.values())
@@ -409,6 +417,12 @@ def _no_autocast() -> Iterator[None]:
 def _own_generators(module: nn.Module) -> dict[str, Any]:
     found = {seen.path: seen.value for seen in visible("", module) if isinstance(seen.value, torch.Generator)}
     return {path: bytes(generator.get_state().tolist()) for path, generator in found.items()}
+
+
+def _held(holdings: Holdings) -> Iterator[tuple[str, Tensor]]:
+    for i, module in enumerate(holdings.modules):
+        yield from ((f"module {i}, {name}", weight) for name, weight in module.named_parameters(recurse=False))
+    yield from ((f"tensor {i}", weight) for i, weight in enumerate(holdings.weights))
 
 
 def _dense(gradient: Tensor) -> Tensor:
