@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PEERS  := $(VENV)/peers
 INTEGRATIONS := $(VENV)/integrations
 
-.PHONY: help train test lint types tests test-integrations compatibility fuzz bench clean
+.PHONY: help train test lint types tests test-integrations compatibility docs dist fuzz bench clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -32,6 +32,14 @@ test-integrations: $(INTEGRATIONS)  ## a stack under the Hugging Face Trainer, L
 compatibility: $(PEERS) $(INTEGRATIONS)  ## write docs/compatibility.md anew (five minutes)
 	$(BIN)/python -m compatibility
 
+docs: $(VENV)/ready  ## the documentation as a site, in site
+	$(BIN)/python -m mkdocs build --strict
+
+dist: $(VENV)/ready  ## the sdist and the wheel, in dist, checked as the package index checks them
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+
 fuzz: $(VENV)/ready  ## 10,000 random programs against plain autograd (a few minutes)
 	OMP_NUM_THREADS=1 RETROGRAD_FUZZ=5000 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py
 
@@ -42,7 +50,7 @@ bench: $(PEERS)  ## time and memory of a step: plain, checkpoint, peers, the fiv
 	$(BIN)/python -W ignore -m benchmarks.systems
 
 clean:  ## remove the environment and everything generated
-	rm -rf $(VENV) build dist benchmarks/results .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site benchmarks/results .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "retrograd needs Python 3.10 or newer; run: make PYTHON=python3.12 test")'

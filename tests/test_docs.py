@@ -1,15 +1,22 @@
 """Documentation: its code runs as written, and its links lead somewhere."""
 
+import importlib.util
+import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import retrograd as rg
+from retrograd.cli import main
 from tests.packages import load
+from tests.test_house import PUBLIC
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+SITE = ("mkdocs", "material", "mkdocstrings")
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=lambda page: page.stem)
@@ -27,5 +34,48 @@ def test_the_code_runs_as_written(page):
 
 @pytest.mark.parametrize("page", [*PAGES, DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"], ids=lambda page: page.stem)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
         assert (page.parent / target).exists(), target
+
+
+def test_the_tour_shows_what_it_prints(capsys):
+    names = {}
+    page = (DOCS / "tour.md").read_text()
+    for block, shown in re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", page, re.DOTALL):
+        exec(block, names)
+        printed = capsys.readouterr().out
+        assert not shown or printed == shown
+
+
+def test_each_public_name_is_documented_on_one_page():
+    """And once there: `::: retrograd.Name` on a page of docs/api."""
+    pages = [page.read_text() for page in sorted((DOCS / "api").glob("*.md"))]
+    documented = [pkgutil.resolve_name(path) for page in pages for path in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
+    times = {name: sum(value is getattr(rg, name) for value in documented) for name in PUBLIC}
+    assert times == dict.fromkeys(PUBLIC, 1)
+
+
+def test_each_option_of_the_command_line_is_documented(capsys, monkeypatch):
+    """As its help says it, however the lines are broken."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+    def told(*arguments):
+        with pytest.raises(SystemExit):
+            main([*arguments, "--help"])
+        return capsys.readouterr().out
+
+    page = "".join((DOCS / "api" / "cli.md").read_text().split())
+    for verb in re.findall(r"^    (\w+)\b", told(), re.MULTILINE):
+        assert f"##retrograd{verb}" in page
+        options = re.findall(r"^  (--.*)$", told(verb), re.MULTILINE)
+        assert not [option for option in options if "".join(option.split()) not in page], verb
+
+
+@pytest.mark.skipif(not all(map(importlib.util.find_spec, SITE)), reason="what builds the site is not installed: make docs does")
+def test_the_site_builds_without_a_warning(tmp_path):
+    """Every page in the navigation, every link and anchor, every name that the reference asks for."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ReversibleSequence" in (tmp_path / "site" / "api" / "stacks" / "index.html").read_text()

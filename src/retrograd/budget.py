@@ -288,8 +288,8 @@ class Budget:
         limit: a number of bytes, a size such as `"2 GiB"` or `"500 MB"`, or a share of what plain autograd needs: `"25%"`.
 
     The limit is on the peak of live tensor bytes in a step, less gradients (and parameters and optimizer state): what the stack
-    itself makes, and not what the rest of the model does. The first call for each shape of input is watched and runs as
-    `Reverse` does; from the second on its plan is settled. `stack.plan(x)` shows it. A limit below what the stack needs in any
+    itself makes, and not what the rest of the model does. The first call for each shape of input is watched and keeps
+    nothing; from the second on its plan is settled. `stack.plan(x)` shows it. A limit below what the stack needs in any
     case raises `BudgetError`, which says how much that is; one above what plain autograd needs behaves as `Keep`.
 
     Example:

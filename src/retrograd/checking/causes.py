@@ -91,7 +91,7 @@ def _faults(evidence: Evidence, limit: float) -> Iterator[tuple[str, str, str, s
 
 
 def _cause(evidence: Evidence) -> tuple[str, str, str]:
-    """The likeliest reason why a function did something else the second time, the fix, and a key for the same reason elsewhere."""
+    """Why a function probably did something else the second time, the fix, and a key for the same reason elsewhere."""
     if evidence.reads_target is not None:
         path = _own(evidence.reads_target, evidence.name)
         cause = f"it reads its own target, the stream that it updates, through `{path}`; in recompute another value is there."
@@ -183,14 +183,14 @@ def _cause_of_drift(stack: Stack, seen: Seen) -> tuple[str, str]:
     if narrow is not None:
         kind = str(narrow).removeprefix("torch.")
         return (
-            f"the streams are {kind}: every update that is undone rounds to {torch.finfo(narrow).eps:.0e}, and the errors add up.",
+            f"the streams are {kind}: every update that is undone rounds by {torch.finfo(narrow).eps:.0e}, and it adds up.",
             "leave out stream_dtype, so that streams are float32 while functions compute as before; or exact=True.",
         )
     couplings = {type(step.coupling).__name__ for step in stack.program} - {"Additive", "OnGrid"}
     if couplings:
         return (
             f"{', '.join(sorted(couplings))} multiplies, and undoing it enlarges rounding errors with every update.",
-            "memory=rg.Anchor(every=16) bounds it; stream_dtype=torch.float64 makes it small; rg.Additive() with exact=True has none.",
+            "memory=rg.Anchor(every=16) bounds it; stream_dtype=torch.float64 makes it small; rg.Additive(), exact=True: none.",
         )
     if stack.module.precision.grid is not None:
         return (

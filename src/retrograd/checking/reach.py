@@ -117,7 +117,7 @@ def _joined(path: str, key: str) -> str:
 def is_someones(cls: type) -> bool:
     """Whether a class is neither Python's own, nor torch's or NumPy's: those keep their state to themselves."""
     home = cls.__module__.split(".")[0]
-    return home not in sys.stdlib_module_names and home not in ("torch", "numpy", "retrograd", "builtins") or home == "__main__"
+    return (home not in sys.stdlib_module_names and home not in ("torch", "numpy", "retrograd", "builtins")) or home == "__main__"
 
 
 # --- what changed
@@ -229,7 +229,7 @@ class Snapshot:
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
-        self._undo: list[Callable[[], None]] = [_randomness()]
+        self._undo: list[Callable[[], Any]] = [put for put, _ in global_generators()]
         known: set[int] = set()
         for path, root in roots:
             for seen in visible(path, root):
@@ -281,9 +281,7 @@ def _put(place: Any, key: Any, value: Any) -> None:
     elif isinstance(place, type):
         if vars(place).get(key) is not value:
             setattr(place, key, value)
-    elif isinstance(place, dict):
-        place[key] = value
-    elif key < len(place):
+    elif isinstance(place, dict) or key < len(place):
         place[key] = value
 
 
@@ -292,9 +290,7 @@ def _refill(container: Any, before: Any) -> None:
         if list(container) != list(before) or any(container[key] is not value for key, value in before.items()):
             container.clear()
             container.update(before)
-    elif isinstance(container, list):
-        container[:] = before
-    elif isinstance(container, bytearray):
+    elif isinstance(container, (list, bytearray)):
         container[:] = before
     else:
         container.clear()
@@ -308,14 +304,8 @@ def _rewrite(tensor: Tensor, before: Tensor) -> None:
         tensor.data.copy_(before)
 
 
-def _randomness() -> Callable[[], None]:
-    """The global generators: torch's on every device, Python's, NumPy's."""
-    undo: list[Callable[[], Any]] = [put for put, _ in global_generators()]
-    return lambda: [put() for put in undo] and None
-
-
 def global_generators() -> Iterator[tuple[Callable[[], Any], tuple[str, Any]]]:
-    """How to put each global generator back, its name and a print of its state."""
+    """torch's on every device, Python's, NumPy's: how to put each back, its name and a print of its state."""
     state = torch.get_rng_state()
     yield functools.partial(torch.set_rng_state, state), ("torch, cpu", as_bytes(state))
     if torch.accelerator.is_available():

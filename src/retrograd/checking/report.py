@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import math
@@ -135,10 +136,11 @@ class Report:
         if self.peak is not None:
             yield "activations", human(self.peak.kept), human(self.peak.reversed), f"{self.peak.ratio:.3f}"
         if self.seconds is not None:
-            yield "time of a step", *(f"{1000 * s:.3g} ms" for s in self.seconds), f"{self.seconds.ratio:.2f}"
+            kept, reversed_ = (f"{1000 * s:.3g} ms" for s in self.seconds)
+            yield "time of a step", kept, reversed_, f"{self.seconds.ratio:.2f}"
         if self.evaluations:
-            kept, reversed_ = (sum(pair[i] for pair in self.evaluations.values()) for i in (0, 1))
-            yield "calls of functions", str(kept), str(reversed_), f"{reversed_ / kept:.2f}" if kept else ""
+            once, twice = (sum(pair[i] for pair in self.evaluations.values()) for i in (0, 1))
+            yield "calls of functions", str(once), str(twice), f"{twice / once:.2f}" if once else ""
 
     def findings(self) -> Iterator[tuple[str, str, str]]:
         """Rows of the second table: what was compared, the verdict, the figure."""
@@ -153,7 +155,8 @@ class Report:
         if self.determinism:
             name, worst = _worst(self.determinism)
             text = f"{len(self.determinism)} functions run again on the same input: "
-            yield self._row("determinism", "determinism", text + (f"up to {worst:.1e} off ({name})" if worst else "the same bits"))
+            text += f"up to {worst:.1e} off ({name})" if worst else "the same bits"
+            yield self._row("determinism", "determinism", text)
             text = f"changed by recompute: {self.state[0]}" if self.state else "left alone by recompute"
             yield "Python state", "WRONG" if self.state else "ok", text
         if self.gradients:
@@ -162,7 +165,8 @@ class Report:
             yield self._row("buffers", "buffers", text if not wrong else f"not as plain leaves them: {', '.join(wrong[:3])}")
             wrong = [name for name, same in self.random.items() if not same]
             text = f"{len(self.random)} generators, left where plain leaves them"
-            yield self._row("random state", "random", text if not wrong else f"elsewhere than plain leaves it: {', '.join(wrong[:3])}")
+            text = f"elsewhere than plain leaves it: {', '.join(wrong[:3])}" if wrong else text
+            yield self._row("random state", "random", text)
 
     def _has(self, kind: str) -> bool:
         return any(problem.kind == kind for problem in self.problems)
@@ -185,10 +189,8 @@ class Report:
         worst = sorted(self.gradients.items(), key=lambda item: -_order(item[1]))[:10]
         if worst:
             parts.append(_table([("gradient", "relative difference"), *((n, f"{off:.1e}") for n, off in worst)], head=True))
-        try:
+        with contextlib.suppress(ImportError):
             parts.append(self._svg())
-        except ImportError:
-            pass
         return "".join(parts)
 
     def _svg(self) -> str:
@@ -234,7 +236,7 @@ class Report:
             if not any(p.relative for p in self.drift):
                 drift.text(0.5, 0.5, "no drift: the same bits", transform=drift.transAxes, ha="center")
             drift.invert_xaxis()  # the way that backward goes
-            drift.set_title(f"drift of rebuilt streams (dashed: limit {self.limit:.0e})" if self.limit else "drift of rebuilt streams")
+            drift.set_title("drift of rebuilt streams" + (f" (dashed: limit {self.limit:.0e})" if self.limit else ""))
             drift.legend(frameon=False)
         for axes in (memory, drift):
             axes.spines[["top", "right"]].set_visible(False)

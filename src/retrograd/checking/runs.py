@@ -1,13 +1,14 @@
 """Running one step of a network again and again, from the same state: reversed, kept, and watched.
 
-The engine lets an observer choose the memory mode of every stack and make every call of a function (`core.program.observers`), and
-a plan may bring its own waypoints. So the network runs as it is written; nothing of it is replaced.
+The engine lets an observer choose the memory mode of every stack and make every call of a function
+(`core.program.observers`), and a plan may bring its own waypoints. So the network runs as it is written; nothing is replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 import sys
 import time
@@ -37,8 +38,10 @@ class Network:
         paths = pytree.tree_flatten_with_path((args, kwargs))[0]
         leaves, self.spec = flatten((args, kwargs))
         self.leaves = [_copy(leaf) for leaf in leaves]
-        # Every step gets copies of the tensors, one for each: whatever a network does to its input, the next step does not see it.
-        self.wanted = {id(p): (name, p) for name, p in module.named_parameters() if p.requires_grad}
+        # Every step gets copies of the tensors, one for each: what a network does to its input, the next step does not see.
+        self.wanted: dict[int, tuple[str, Tensor]] = {
+            id(p): (name, p) for name, p in module.named_parameters() if p.requires_grad
+        }
         self.inputs = {i: _input_name(path) for i, (path, leaf) in enumerate(paths) if _is_differentiable(leaf)}
         self.weights: dict[Any, Tensor] = {}  # of the outputs, in the loss
         self.stacks: dict[int, Stack] = {}  # that ran
@@ -58,7 +61,7 @@ class Network:
             begun = time.perf_counter()
             output = self.module(*args, **kwargs)
             losses = [t for t in _tensors(output) if t.requires_grad]
-            wanted = {**{name: p for name, p in self.wanted.values()}, **{name: leaves[i] for i, name in self.inputs.items()}}
+            wanted = {**dict(self.wanted.values()), **{name: leaves[i] for i, name in self.inputs.items()}}
             self.between()
             if losses and wanted:
                 weights = [self.weight(i, loss) for i, loss in enumerate(losses)]
@@ -159,7 +162,8 @@ class Drifting(Observer):
         self.target: tuple[Tensor, ...] = ()  # of the update that forward is at
 
     def memory(self, stack: Any) -> Any:
-        return _Planned(Reverse(keep_last=False), lambda *made_of: _Everywhere(self, self.network.stacks[id(stack)].name, *made_of))
+        name = self.network.stacks[id(stack)].name if id(stack) in self.network.stacks else ""  # asked before it begins, too
+        return _Planned(Reverse(keep_last=False), functools.partial(_Everywhere, self, name))
 
 
 @dataclass

@@ -7,16 +7,31 @@ import os
 import sys
 from collections.abc import Sequence
 
-from retrograd.cli import bench, sample, train
+from retrograd.cli import bench, check, completion, info, plan, sample, train
 from retrograd.cli.mistakes import Mistake
+
+VERBS = (check, plan, train, sample, bench, info, completion)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="retrograd", description="Train very deep networks without storing their activations.")
+    made.add_argument("--version", action="store_true", help="print the version")
+    commands = made.add_subparsers(dest="command", metavar="COMMAND")
+    for verb in VERBS:
+        verb.add(commands)
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="retrograd", description="Train very deep networks without storing their activations.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for verb in (train, sample, bench):
-        verb.add(commands)
-    options = parser.parse_args(arguments)
+    made = parser()
+    options = made.parse_args(arguments)
+    if options.version:
+        from retrograd import __version__
+
+        print(f"retrograd {__version__}")
+        return 0
+    if options.command is None:
+        made.error("which command? See retrograd --help")
     try:
         return options.run(options)
     except Mistake as mistake:

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         pictures = matrix.draw(rows, options.out)
     except ImportError:
         pictures = []
-        print("no pictures: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+        print("no pictures: matplotlib is not installed (pip install 'retrograd[plots]')", file=sys.stderr)
     if options.json:
         print("\n".join(json.dumps(row) for row in rows))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import json
 import math
 import os
 import sys
@@ -25,6 +26,7 @@ def add(commands: Any) -> None:
     sample.add_argument("--count", type=int, default=500, help="bytes (500)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest byte each time (0.8)")
     sample.add_argument("--seed", type=int, default=0, help="(0)")
+    sample.add_argument("--json", action="store_true", help="print prompt and text as JSON when done, and nothing else")
     sample.set_defaults(run=run)
 
 
@@ -51,12 +53,17 @@ def run(options: argparse.Namespace) -> int:
         checkpoints.load_into(folder, {"model": dict(model.named_parameters())})
     except (checkpoints.CheckpointError, checkpoints.ShapeError, OSError) as error:
         raise Mistake(str(error)) from error
+    generator = torch.Generator().manual_seed(options.seed)
+    prompt = os.fsencode(options.prompt)
+    written = model.generate(prompt, options.count, temperature=options.temperature, generator=generator)
+    if options.json:
+        print(json.dumps({"prompt": prompt.decode(errors="replace"), "text": bytes(written).decode(errors="replace")}))
+        return 0
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     text = codecs.getincrementaldecoder("utf-8")("replace")
     print(options.prompt, end="", flush=True)
-    generator = torch.Generator().manual_seed(options.seed)
-    for byte in model.generate(os.fsencode(options.prompt), options.count, temperature=options.temperature, generator=generator):
+    for byte in written:
         print(text.decode(bytes([byte])), end="", flush=True)
     print(text.decode(b"", final=True))
     return 0

@@ -146,7 +146,7 @@ def inverse_in_place(where: str, coupling: str) -> RetrogradError:
 
 
 def replaced_stream(where: str, stream: str, before: str, after: str) -> RetrogradError:
-    what = f"a hook on the block replaced stream {stream!r}: {before} became {after}."
+    what = f"a hook on the block replaced stream {stream!r}: {before} became {'another' if before == after else after}."
     why = "what happens to a stream outside its updates cannot be undone in backward."
     fix = "hook f and g instead; under FSDP2 leave out MixedPrecisionPolicy(output_dtype=...), or fully_shard f and g."
     return explain(RetrogradError, where, what, why, fix)
@@ -163,7 +163,7 @@ def wrong_inverse(where: str, coupling: str, error: float, limit: float, dtype: 
 
 def already_passed(where: str) -> RetrogradError:
     why = "an earlier backward freed the streams it was rebuilt from, or was interrupted."
-    fix = "call the first backward with retain_graph=True, or run forward again."
+    fix = "run forward again; for a second backward, call the first with retain_graph=True."
     return explain(RetrogradError, where, "is asked for after backward has already passed it.", why, fix)
 
 
@@ -175,7 +175,7 @@ def not_exact(where: str, stream: str, error: float) -> RetrogradError:
 
 
 def wrong_arrival(where: str, stream: str, error: float, scale: float, limit: float) -> RetrogradError:
-    what = f"did not arrive where forward was: stream {stream!r}, of size {scale:.1e}, is off by {error:.1e} (limit {limit:.0e})."
+    what = f"did not arrive where forward was: stream {stream!r} is off by {error / scale:.1e} of its size (limit {limit:.0e})."
     why = (
         "a function gave another output in recompute (state outside its modules), or rounding grew on the way (momentum, affine)."
     )

@@ -170,3 +170,10 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     cos, sin = rotary.to(x.dtype)
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+
+def example() -> tuple[LanguageModel, tuple[Tensor, ...]]:
+    """A small one and tokens to call it with: `retrograd check retrograd.models.lm:example`."""
+    torch.manual_seed(0)
+    config = Config(depth=12, width=64, heads=4, context=64)
+    return LanguageModel(config), (torch.randint(config.vocabulary, (4, config.context)),)

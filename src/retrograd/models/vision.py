@@ -101,3 +101,10 @@ class VisionTransformer(nn.Module):
         """Scores of the classes, `batch, classes`, for images `batch, channels, size, size`."""
         x = self.patches(images).flatten(2).transpose(1, 2) + self.places  # batch, patches, width
         return self.head(self.norm(self.layers(x)).mean(1))
+
+
+def example() -> tuple[VisionTransformer, tuple[Tensor, ...]]:
+    """A small one and images to call it with: `retrograd check retrograd.models.vision:example`."""
+    torch.manual_seed(0)
+    config = Config()
+    return VisionTransformer(config), (torch.randn(8, config.channels, config.size, config.size),)

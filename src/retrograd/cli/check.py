@@ -1,0 +1,64 @@
+"""`retrograd check`: `rg.check` from the shell, with an exit code for CI."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from retrograd.cli.mistakes import Mistake
+from retrograd.cli.target import HELP, load, told
+from retrograd.files import write_whole
+
+WRONG = 1
+
+
+def add(commands: Any) -> None:
+    check = commands.add_parser(
+        "check",
+        help="prove a network of yours right: gradients, drift, determinism, state, memory and time, against plain autograd",
+        description="Runs a network reversed and with everything kept, about fifteen steps in all, and reports whether they "
+        "agree; for each problem the likely cause and the fix. Exit code: 0 if nothing is wrong, 1 if something is, 2 if it "
+        "could not be run.",
+    )
+    check.add_argument("target", metavar="TARGET", help=HELP)
+    check.add_argument("--plot", type=Path, metavar="FILE", help="a picture: memory over a step, drift against depth")
+    check.add_argument("--html", type=Path, metavar="FILE", help="the report as a page")
+    check.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else")
+    check.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    import retrograd as rg
+
+    for path in (options.plot, options.html):  # before the work, not after
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise Mistake(f"{path}: {'that is a folder' if path.is_dir() else f'there is no folder {path.parent}'}; name a file.")
+    if options.plot is not None:
+        can_draw(options.plot)
+    module, args, kwargs = load(options.target)
+    try:
+        report = rg.check(module, *args, **kwargs)
+    except Exception as error:
+        raise Mistake(f"{options.target}: {told(error)}.") from error
+    try:
+        if options.plot is not None:
+            report.plot(options.plot)
+        if options.html is not None:
+            head = '<!doctype html><meta charset="utf-8"><title>retrograd check</title>'
+            write_whole(options.html, f"{head}{report._repr_html_()}\n")
+    except OSError as error:
+        raise Mistake(f"{error.strerror or error}: {error.filename}.") from error
+    print(report.to_json() if options.json else report)
+    return 0 if report.ok else WRONG
+
+
+def can_draw(path: Path) -> None:
+    """A mistake if matplotlib is not there, or does not know such a file."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise Mistake(f"{path}: pictures need matplotlib (pip install matplotlib).") from error
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise Mistake(f"{path}: no such kind of picture; there are .{', .'.join(sorted(known))}.")
