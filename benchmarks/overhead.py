@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from retrograd.bench.cases import SIZES, contestants, pairs
 from retrograd.bench.steps import example
-from retrograd.core import replay, tape, walk
+from retrograd.core import replay, tape, walk, waypoints
 
 
 class Floor(nn.Module):
@@ -78,10 +78,10 @@ PROMISES: dict[str, list[tuple[Any, str, Any]]] = {
         (tape, "meta", type),
         (walk.Walk, "compare", lambda *args: None),
     ],
-    "12, edited parameters raise": [(walk, "version_of", type)],
+    "12, edited parameters raise": [(replay, "version_of", type), (walk, "version_of", type)],
     "12, a walk that ends elsewhere raises": [
-        (walk.Walk, "check_arrival", lambda walk: None),
-        (walk, "samples", lambda state: {}),
+        (waypoints.Waypoints, "compare", lambda *args: None),
+        (waypoints, "samples", lambda state: {}),
     ],
     "12, misfits raise: shape and dtype of the output": [
         (tape, "fit", lambda output, *args: ([(output,)], ())),

@@ -90,7 +90,7 @@ def brief(detail: str) -> str:
     text = re.sub(r"127\.0\.0\.1\]?:\d+", "the other process", text)
     text = re.sub(r"0x[0-9a-f]+", "0x…", text)
     text = text if len(text) <= 300 else text[:300].rsplit(" ", 1)[0] + " …"
-    return re.sub(r"([<>|*_])", r"\\\1", text)
+    return re.sub(r"(`[^`]*`)|([<>|*_])", lambda match: match[1] or rf"\{match[2]}", text)  # not inside code
 
 
 def write(results: list[Result], page: Path, rows: Path) -> None:

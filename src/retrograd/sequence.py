@@ -162,7 +162,7 @@ class ReversibleSequence(_Stack):
         *,
         streams: Any = Duplicate(merge="mean"),
         memory: Any = Reverse(),
-        coupling: Any = _ADD,
+        coupling: Any = Additive(),
         route: Route | None = None,
         exact: Any = False,
         drift: str = "warn",
@@ -311,7 +311,7 @@ class Update(nn.Module):
         fn: Callable[..., Any],
         reads: tuple[str, ...] | list[str] = (),
         *,
-        coupling: Any = _ADD,
+        coupling: Any = Additive(),
         route: dict[str, str] | tuple[str, ...] | list[str] | None = None,
     ) -> None:
         super().__init__()

@@ -220,7 +220,8 @@ class Report:
                 memory.plot(x, y, color=colour, label=f"{name}: {human(peak)} of activations")
                 memory.fill_between(x, y, color=colour, alpha=0.15, linewidth=0)
             memory.axvline(1, color="gray", linewidth=0.5)
-            memory.set(xticks=[0.5, 1.5], xlim=(0, 2), ylim=(0, None), ylabel="MiB of activations and gradients")
+            top = 1.3 * max(max(course.bytes, default=1) for course in self.course) / MIB  # with room for the legend
+            memory.set(xticks=[0.5, 1.5], xlim=(0, 2), ylim=(0, top), ylabel="MiB of activations and gradients")
             memory.set_xticklabels(["forward", "backward"])
             memory.tick_params(axis="x", length=0)
             memory.set_title("memory over the course of one step")

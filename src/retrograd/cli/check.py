@@ -45,7 +45,8 @@ def run(options: argparse.Namespace) -> int:
         if options.plot is not None:
             report.plot(options.plot)
         if options.html is not None:
-            head = '<!doctype html><meta charset="utf-8"><title>retrograd check</title>'
+            style = "<style>body { font: 15px sans-serif; margin: 2em } td, th { padding: 2px 10px 2px 0 }</style>"
+            head = f'<!doctype html><meta charset="utf-8"><title>retrograd check</title>{style}'
             write_whole(options.html, f"{head}{report._repr_html_()}\n")
     except OSError as error:
         raise Mistake(f"{error.strerror or error}: {error.filename}.") from error

@@ -31,8 +31,8 @@ class DriftError(RecomputeError):
     """Rounding errors of the rebuilt streams have grown beyond what their dtype explains."""
 
 
-class DriftWarning(UserWarning):
-    """What `DriftError` says, as a warning."""
+class DriftWarning(RuntimeWarning):
+    """What `DriftError` says, as a warning. Not a `UserWarning`: there are libraries that switch those off for everyone."""
 
 
 class GridError(RetrogradError):

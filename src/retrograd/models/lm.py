@@ -175,5 +175,5 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 def example() -> tuple[LanguageModel, tuple[Tensor, ...]]:
     """A small one and tokens to call it with: `retrograd check retrograd.models.lm:example`."""
     torch.manual_seed(0)
-    config = Config(depth=12, width=64, heads=4, context=64)
+    config = Config(depth=24, width=64, heads=4, context=64)
     return LanguageModel(config), (torch.randint(config.vocabulary, (4, config.context)),)
