@@ -115,3 +115,13 @@ def test_measure_leaves_modules_as_they_were():
     assert net.updates[0].fn is f
     assert not net.updates[1].fn._forward_pre_hooks
     assert all(torch.equal(before[key], value) for key, value in net.state_dict().items())
+
+
+def test_measuring_plain_functions_that_share_arguments():
+    """By signature, and each update under its own name, also where blocks share a function."""
+    weight = torch.randn(4, 4, requires_grad=True)
+    f = lambda x, scale: x @ weight * scale  # noqa: E731
+    g = torch.nn.Linear(4, 4)
+    stack = rg.ReversibleSequence([(f, g)] * 3, memory=rg.Reverse(keep_last=False))
+    measured = rg.measure.step(lambda: stack(torch.randn(2, 4), scale=2.0).sum().backward(), stack)
+    assert measured.evaluations == {f"blocks.{i}.{name}": 2 for i in range(3) for name in "fg"}
