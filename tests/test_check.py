@@ -165,6 +165,22 @@ def test_compiled_networks_are_checked_as_they_are_written():
     assert rg.check(network, example()).ok
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, tracing
+def test_what_cannot_be_watched_is_told_and_leaves_no_trace():
+    """torch.cond fails under any dispatch mode, and from then on without one."""
+
+    class Choosing(nn.Linear):
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (super().forward(x),))
+
+    stack = stack_of(lambda: Choosing(WIDTH, WIDTH))
+    report = rg.check(stack, example())
+    assert report.ok and report.peak is None
+    assert "bytes could not be counted" in str(report)
+    report.plot()
+    stack(example()).sum().backward()
+
+
 # --- planted faults
 
 

@@ -34,6 +34,7 @@ from retrograd.checking.runs import (
     Taken,
     as_written,
     course,
+    forget_compiled,
     reversing,
     seconds,
 )
@@ -103,27 +104,29 @@ def _attempt(network: Network, observer: Observer, seen: Seen) -> Taken | None:
 
 
 def _report(network: Network, training: bool) -> Report:
-    seen = Seen()
+    seen, notes = Seen(), []
+    kept, reversed_ = Kept(network), Reversed(network)
     seen.kept, again = _attempt(network, Kept(network), seen), None
     if seen.kept is not None:
         if not seen.kept.gradients:
             raise ValueError("nothing to compare: no output depends on a parameter or an argument that requires grad.")
-        again = _attempt(network, Kept(network), seen)
+        again = _attempt(network, kept, seen)
     if _attempt(network, Reversed(network), seen) is not None:  # a budget watches its first step
-        seen.reversed = _attempt(network, Reversed(network), seen)
+        seen.reversed = _attempt(network, reversed_, seen)
     alone, drifting = Alone(network), Drifting(network)
     if seen.kept is not None:
         _attempt(network, alone, seen)
         _attempt(network, drifting, seen)
     _compare(network, seen, alone, drifting, again)
-    evaluations: dict[str, tuple[int, int]] = {}
     courses: list[tuple[Course, int]] = []
     times = None
     if seen.kept is not None and seen.reversed is not None:
-        ways = [Kept(network), Reversed(network)]
-        courses = [course(network, way) for way in ways]
-        evaluations = {name: (count, ways[1].evaluations.get(name, 0)) for name, count in ways[0].evaluations.items()}
         times = Both(*seconds(network, [Kept, Reversed]))
+        try:
+            courses = [course(network, way(network)) for way in (Kept, Reversed)]
+        except Exception as error:  # not every operation can be watched: torch.cond cannot
+            notes.append(f"bytes could not be counted ({type(error).__name__}: {' '.join(str(error).split()):.100})")
+            forget_compiled()
     return Report(
         problems=tuple(causes.problems(seen)),
         stacks=tuple(_described(stack) for stack in seen.stacks),
@@ -135,10 +138,11 @@ def _report(network: Network, training: bool) -> Report:
         state=tuple(dict.fromkeys(change.text for e in seen.evidence for change in e.changed)),
         buffers=seen.buffers,
         random=seen.random,
-        evaluations=evaluations,
+        evaluations={name: (count, reversed_.evaluations.get(name, 0)) for name, count in kept.evaluations.items()},
         peak=Both(*(live.peak - gradients for live, gradients in courses)) if courses else None,
         seconds=times,
         course=tuple(thinned(live.bytes, live.forward) for live, _ in courses) if courses else None,  # type: ignore[arg-type]
+        notes=tuple(notes),
         training=training,
         versions={"torch": torch.__version__, "Python": platform.python_version()},
     )

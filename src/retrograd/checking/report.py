@@ -91,6 +91,7 @@ class Report:
     peak: Both | None = None  # bytes of activations: the most at once, less gradients
     seconds: Both | None = None
     course: tuple[Course, Course] | None = None  # kept, reversed
+    notes: tuple[str, ...] = ()  # what could not be had, and why
     training: bool = True
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -128,8 +129,10 @@ class Report:
     def subject(self) -> Iterator[str]:
         """What was checked."""
         for stack in self.stacks:
-            yield f"{stack.name}: {stack.kind}, {stack.updates} updates, {stack.streams}, {stack.memory}"
+            name = stack.kind if stack.name == stack.kind else f"{stack.name}: {stack.kind}"
+            yield f"{name}, {stack.updates} updates, {stack.streams}, {stack.memory}"
         yield f"in {'train' if self.training else 'eval'} mode; " + ", ".join(f"{k} {v}" for k, v in self.versions.items())
+        yield from self.notes
 
     def figures(self) -> Iterator[tuple[str, str, str, str]]:
         """Rows of the first table: what, kept, reversed, ratio."""

@@ -357,6 +357,12 @@ def seconds(network: Network, ways: list[Callable[[Network], Observer]], rounds:
     return [sorted(found)[len(found) // 2] for found in times]
 
 
+def forget_compiled() -> None:
+    """After torch's compiler failed under a dispatch mode, it fails without one, too, until it forgets what it knew."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
 @contextlib.contextmanager
 def as_written() -> Iterator[None]:
     """With gradients, whatever surrounds the caller, and without the compiler: the functions themselves are what is checked."""
