@@ -163,6 +163,18 @@ def test_compiled_networks_are_checked_as_they_are_written():
     network = torch.compile(stack_of(mlp), backend="eager")
     network(example()).sum().backward()
     assert rg.check(network, example()).ok
+    network = nn.Sequential(stack_of(mlp))
+    network.compile(backend="eager")
+    network(example()).sum().backward()
+    before = network._compiled_call_impl
+    assert rg.check(network, example()).ok
+    assert network._compiled_call_impl is before
+
+
+def test_compiled_functions_stay_compiled():
+    stack = stack_of(mlp)
+    stack.compile(backend="aot_eager")
+    assert rg.check(stack, example()).ok
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, tracing

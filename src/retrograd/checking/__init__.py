@@ -34,7 +34,6 @@ from retrograd.checking.runs import (
     Taken,
     as_written,
     course,
-    forget_compiled,
     reversing,
     seconds,
 )
@@ -66,7 +65,7 @@ def check(module: Any, /, *args: Any, **kwargs: Any) -> Report:
         True
     """
     module = _as_module(module)
-    with as_written():
+    with as_written(module):
         network = Network(module, args, kwargs)
         try:
             return _report(network, module.training)
@@ -75,7 +74,7 @@ def check(module: Any, /, *args: Any, **kwargs: Any) -> Report:
 
 
 def _as_module(module: Any) -> nn.Module:
-    while hasattr(module, "_orig_mod"):  # torch.compile's wrapper: the functions themselves are checked
+    while hasattr(module, "_orig_mod"):  # torch.compile's wrapper: stacks run outside of it anyway
         module = module._orig_mod
     if isinstance(module, nn.parallel.DistributedDataParallel):
         module = module.module
@@ -126,7 +125,7 @@ def _report(network: Network, training: bool) -> Report:
             courses = [course(network, way(network)) for way in (Kept, Reversed)]
         except Exception as error:  # not every operation can be watched: torch.cond cannot
             notes.append(f"bytes could not be counted ({type(error).__name__}: {' '.join(str(error).split()):.100})")
-            forget_compiled()
+            torch.compiler.reset()  # torch's compiler, once it failed under a dispatch mode, would fail without one, too
     return Report(
         problems=tuple(causes.problems(seen)),
         stacks=tuple(_described(stack) for stack in seen.stacks),

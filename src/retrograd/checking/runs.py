@@ -28,6 +28,9 @@ from retrograd.core.replay import Backstage, is_recomputing
 from retrograd.core.streams import flatten, unflatten
 from retrograd.core.waypoints import Waypoints
 from retrograd.measure import Counting, LiveBytes
+from retrograd.sequence import Reversible, ReversibleSequence
+
+_STACKS = (Reversible, ReversibleSequence)
 
 
 class Network:
@@ -37,8 +40,7 @@ class Network:
         self.module = module
         paths = pytree.tree_flatten_with_path((args, kwargs))[0]
         leaves, self.spec = flatten((args, kwargs))
-        self.leaves = [_copy(leaf) for leaf in leaves]
-        # Every step gets copies of the tensors, one for each: what a network does to its input, the next step does not see.
+        self.leaves = _copies(leaves)  # and every step gets its own: what a network does to its input, the next does not see
         self.wanted: dict[int, tuple[str, Tensor]] = {
             id(p): (name, p) for name, p in module.named_parameters() if p.requires_grad
         }
@@ -53,8 +55,7 @@ class Network:
         self.snapshot.restore()
         for parameter, _ in self.gradients_before:
             parameter.grad = None
-        copies: dict[int, Any] = {}
-        leaves = [copies.setdefault(id(leaf), _copy(leaf)) for leaf in self.leaves]
+        leaves = _copies(self.leaves)
         args, kwargs = unflatten(leaves, self.spec)
         taken = Taken()
         with watcher:
@@ -65,7 +66,7 @@ class Network:
             self.between()
             if losses and wanted:
                 weights = [self.weight(i, loss) for i, loss in enumerate(losses)]
-                del output, leaves, args, kwargs, copies
+                del output, leaves, args, kwargs
                 with _no_autocast():
                     found = torch.autograd.grad(losses, list(wanted.values()), weights, allow_unused=True)
                 if torch.accelerator.is_available():
@@ -78,7 +79,7 @@ class Network:
 
     def weight(self, number: int, output: Tensor) -> Tensor:
         """Of an output in the loss. Made once, so that no step has to."""
-        key = number, output.shape
+        key = number, output.shape, output.dtype
         if key not in self.weights:
             self.weights[key] = _weights(output, number)
         return self.weights[key]
@@ -357,28 +358,29 @@ def seconds(network: Network, ways: list[Callable[[Network], Observer]], rounds:
     return [sorted(found)[len(found) // 2] for found in times]
 
 
-def forget_compiled() -> None:
-    """After torch's compiler failed under a dispatch mode, it fails without one, too, until it forgets what it knew."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-
-
 @contextlib.contextmanager
-def as_written() -> Iterator[None]:
-    """With gradients, whatever surrounds the caller, and without the compiler: the functions themselves are what is checked."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
+def as_written(module: nn.Module) -> Iterator[None]:
+    """With gradients, whatever surrounds the caller, and with stacks outside of any compiler. Functions may be compiled."""
+    around = [part for part in module.modules() if any(isinstance(inner, _STACKS) for inner in part.modules())]
+    compiled = [(part, part._compiled_call_impl) for part in around]  # what `module.compile()` leaves
+    for part in around:
+        part._compiled_call_impl = None
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        for part, implementation in compiled:
+            part._compiled_call_impl = implementation
 
 
 # --- tensors
 
 
-def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+def _copies(leaves: list[Any]) -> list[Any]:
+    """Tensors of their own, one for each: a tensor that is given twice stays one."""
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    copies = {key: leaf.detach().clone().requires_grad_(leaf.requires_grad) for key, leaf in tensors.items()}
+    return [copies.get(id(leaf), leaf) for leaf in leaves]
 
 
 def _is_differentiable(leaf: Any) -> bool:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+import retrograd
 from retrograd.cli import bench, check, completion, info, plan, sample, train
 from retrograd.cli.mistakes import Mistake
 
@@ -26,9 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = parser()
     options = made.parse_args(arguments)
     if options.version:
-        from retrograd import __version__
-
-        print(f"retrograd {__version__}")
+        print(f"retrograd {retrograd.__version__}")
         return 0
     if options.command is None:
         made.error("which command? See retrograd --help")
