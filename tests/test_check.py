@@ -336,7 +336,7 @@ FAULTS = {
     ),
     "a NumPy generator": (lambda: stack_of(OwnGenerator), "determinism", ".f.generator` drew", "torch.Generator"),
     "time": (lambda: stack_of(lambda: Timed(WIDTH, WIDTH)), "determinism", "depends on time", "ask once"),
-    "a global counter": (lambda: stack_of(lambda: Global(WIDTH, WIDTH)), "determinism", "`global COUNTER`", "is_recomputing"),
+    "a global counter": (lambda: stack_of(lambda: Global(WIDTH, WIDTH)), "determinism", "COUNTER`", "is_recomputing"),
     "a wrong inverse": (lambda: stack_of(mlp, coupling=WrongInverse()), "coupling", "WrongInverse", "solve forward for x"),
     "an inverse that is nearly right": (
         lambda: stack_of(mlp, coupling=AlmostRight()),

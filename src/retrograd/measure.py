@@ -13,6 +13,7 @@ memory inside a kernel is not seen; on an accelerator, `allocated` has what its 
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -161,10 +162,12 @@ class Counting:
 
     def __init__(self, module: nn.Module, entered: Callable[[str], None] = lambda name: None) -> None:
         self.paths = {id(part): path for path, part in module.named_modules()}
+        self.stacks: dict[int, tuple[str, Any]] = {}  # that ran: name and stack
         self.names: dict[int, str] = {}  # of steps
         self.steps: list[Step] = []  # kept alive, so that no other gets the number of one
         self.evaluations: dict[str, int] = {}
         self.entered = entered
+        self.thread = threading.get_ident()
 
     def __enter__(self) -> Counting:
         observers.append(self)
@@ -178,21 +181,40 @@ class Counting:
 
     def begin(self, stack: Any, program: Program) -> None:
         """A pass of a stack begins."""
+        if not self.is_mine(stack):
+            return
+        if id(stack) not in self.stacks:
+            self.stacks[id(stack)] = self.stack_name(stack), stack
         for step in program:
             self.steps.append(step)
             self.names[id(step)] = self.name(stack, step)
 
+    def is_mine(self, stack: Any) -> bool:
+        """Other threads may run stacks of their own. Backward may run ours in threads of its own."""
+        return threading.get_ident() == self.thread or id(stack) in self.stacks
+
+    def stack_name(self, stack: Any) -> str:
+        """Its path, or its kind and number if it is no part of the network (those of `compat`, those in a list)."""
+        if id(stack) in self.paths:
+            return self.paths[id(stack)]
+        count = sum(name.split(" ")[0] == type(stack).__name__ for name, _ in self.stacks.values())
+        return f"{type(stack).__name__} {count + 1}"
+
     def name(self, stack: Any, step: Step) -> str:
-        """Of a step in the whole network: by its stack, or by its function if the stack is no part of it (those of `compat`)."""
-        path = self.paths.get(id(stack))
-        inner = getattr(step.fn, "fn", None)
-        if path is None and id(inner) in self.paths:
-            return self.paths[id(inner)]
+        """Of a step in the whole network: by its stack, or by its function if only that is part of it."""
+        inner = step.fn
+        while id(stack) not in self.paths and hasattr(inner, "fn"):
+            inner = inner.fn  # type: ignore[union-attr]
+            if id(inner) in self.paths:
+                return self.paths[id(inner)]
+        path = self.stacks[id(stack)][0]
         return f"{path}.{step.name}" if path else step.name
 
     def call(self, step: Step, reads: list[Any], arguments: dict[str, Any]) -> Any:
+        if id(step) not in self.names and threading.get_ident() != self.thread:
+            return step.fn(*reads, **arguments)
         if not isinstance(step.fn, nn.Identity):
-            name = self.names[id(step)]
+            name = self.names.get(id(step), step.name)  # `inverse` is not announced
             self.evaluations[name] = self.evaluations.get(name, 0) + 1
             if not is_recomputing():
                 self.entered(name)

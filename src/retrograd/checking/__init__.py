@@ -13,7 +13,8 @@ The network takes the same step again and again, from the same state:
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from retrograd.checking import causes
-from retrograd.checking.causes import Seen, largest, relative
+from retrograd.checking.causes import Seen, relative, usual_size
 from retrograd.checking.report import Both, Drift, Problem, Report, Stack, thinned
 from retrograd.checking.runs import (
     Alone,
@@ -38,6 +39,8 @@ from retrograd.checking.runs import (
     seconds,
 )
 from retrograd.core.errors import RetrogradError
+from retrograd.core.private import is_fake
+from retrograd.core.streams import flatten
 from retrograd.sequence import ReversibleSequence
 
 __all__ = ["Problem", "Report", "check"]
@@ -64,16 +67,17 @@ def check(module: Any, /, *args: Any, **kwargs: Any) -> Report:
         >>> report.ok
         True
     """
-    module = _as_module(module)
+    module = as_module(module)
+    _check_arguments(args, kwargs)
     with as_written(module):
         network = Network(module, args, kwargs)
         try:
             return _report(network, module.training)
         finally:
-            network.restore()
+            network.release()
 
 
-def _as_module(module: Any) -> nn.Module:
+def as_module(module: Any) -> nn.Module:
     while hasattr(module, "_orig_mod"):  # torch.compile's wrapper: stacks run outside of it anyway
         module = module._orig_mod
     if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -85,9 +89,26 @@ def _as_module(module: Any) -> nn.Module:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"{name} has no shape yet, and check leaves everything as it was: call the network once before.")
+        if tensor.is_meta or is_fake(tensor):
+            raise ValueError(f"{name} has no values (it is on the meta device, or fake), so there is nothing to compare.")
         if hasattr(tensor, "full_tensor"):
             raise ValueError(f"{name} is sharded: check the network before fully_shard.")
     return module
+
+
+def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for leaf in flatten((args, kwargs))[0]:
+        if isinstance(leaf, Iterator):
+            raise ValueError(
+                f"an argument is an iterator ({leaf!r:.60}), and check calls the network again and again: pass a list."
+            )
+        if isinstance(leaf, torch.Tensor) and (leaf.is_meta or is_fake(leaf)):
+            raise ValueError("an argument has no values (it is on the meta device, or fake), so there is nothing to compare.")
+
+
+def _is_of_the_compiler(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return any("_dynamo" in frame.filename or "_functorch" in frame.filename for frame in frames)
 
 
 def _attempt(network: Network, observer: Observer, seen: Seen) -> Taken | None:
@@ -97,6 +118,8 @@ def _attempt(network: Network, observer: Observer, seen: Seen) -> Taken | None:
             return network.step()
     except Exception as error:
         if isinstance(observer, Kept) and not isinstance(error, RetrogradError):
+            if "use_reentrant" in str(error) or "incompatible with .grad()" in str(error):
+                raise ValueError("the network checkpoints with use_reentrant=True; check needs use_reentrant=False.") from error
             raise  # plain autograd fails as well: the caller's own
         seen.errors.append(error)
         return None
@@ -108,7 +131,10 @@ def _report(network: Network, training: bool) -> Report:
     seen.kept, again = _attempt(network, Kept(network), seen), None
     if seen.kept is not None:
         if not seen.kept.gradients:
-            raise ValueError("nothing to compare: no output depends on a parameter or an argument that requires grad.")
+            raise ValueError(
+                f"nothing to compare: the network returned {seen.kept.output}, in which no tensor was found that depends on a "
+                "parameter or an argument that requires grad."
+            )
         again = _attempt(network, kept, seen)
     if _attempt(network, Reversed(network), seen) is not None:  # a budget watches its first step
         seen.reversed = _attempt(network, reversed_, seen)
@@ -125,7 +151,12 @@ def _report(network: Network, training: bool) -> Report:
             courses = [course(network, way(network)) for way in (Kept, Reversed)]
         except Exception as error:  # not every operation can be watched: torch.cond cannot
             notes.append(f"bytes could not be counted ({type(error).__name__}: {' '.join(str(error).split()):.100})")
-            torch.compiler.reset()  # torch's compiler, once it failed under a dispatch mode, would fail without one, too
+            if _is_of_the_compiler(error):  # which, once it failed under a dispatch mode, would fail without one, too
+                torch.compiler.reset()
+    if not network.snapshot.is_complete:
+        notes.append("there is more Python state within reach than was looked at: not all of it may have been put back")
+    if seen.kept is not None and not all(bool(g.isfinite().all()) for g in seen.kept.gradients.values()):
+        notes.append("gradients of plain autograd are not all finite; where reversed ones are the same, they count as equal")
     return Report(
         problems=tuple(causes.problems(seen)),
         stacks=tuple(_described(stack) for stack in seen.stacks),
@@ -149,8 +180,6 @@ def _report(network: Network, training: bool) -> Report:
 
 def _compare(network: Network, seen: Seen, alone: Alone, drifting: Drifting, again: Taken | None) -> None:
     seen.stacks = list(network.stacks.values())
-    observer = Kept(network)
-    seen.names = {(s.name, i): observer.name(s.module, step) for s in seen.stacks for i, step in enumerate(s.program)}
     seen.evidence, seen.alone = list(alone.evidence.values()), alone.streams
     exact = bool(seen.stacks) and all(stack.module.precision.grid is not None for stack in seen.stacks)
     epsilons = [torch.finfo(gap.dtype.to_real()).eps for gaps in drifting.streams.values() for gap in gaps.values()]
@@ -158,12 +187,13 @@ def _compare(network: Network, seen: Seen, alone: Alone, drifting: Drifting, aga
     epsilons += seen.narrow.values()
     seen.limit = 0.0 if exact else min(max(epsilons, default=torch.finfo(torch.float32).eps) ** 0.5, 0.03)
     for (stack, index), gaps in sorted(drifting.streams.items()):
-        seen.drift += [Drift(stack, index, seen.names[stack, index], name, gap.relative) for name, gap in gaps.items()]
+        where = network.stacks[stack].names[index]
+        seen.drift += [Drift(stack, index, where, name, gap.relative) for name, gap in gaps.items()]
     kept, reversed_ = seen.kept, seen.reversed
     if kept is None or reversed_ is None:
         return
     # A gradient that is zero but for rounding would make any error look large: it is measured by the others' size.
-    floor = largest(kept.gradients.values()) / 1000
+    floor = usual_size(kept.gradients.values()) / 100
     seen.gradients = relative(reversed_.gradients, kept.gradients, floor)
     if again is not None:
         seen.noise = relative(again.gradients, kept.gradients, floor)

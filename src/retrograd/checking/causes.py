@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from retrograd.checking.reach import Change, outside_sources
+from retrograd.checking.reach import Change, is_same, outside_sources
 from retrograd.checking.report import Drift, Problem
-from retrograd.checking.runs import Evidence, Gap, Stack, Taken
+from retrograd.checking.runs import Evidence, Gap, Stack, Taken, gap_of, largest, rounding
 from retrograd.core.errors import CouplingError, InPlaceError, RetrogradError
-from retrograd.core.updates import TRUSTED
+from retrograd.core.updates import TRUSTED, Additive
 
 LEAVE_ALONE = "leave it alone in recompute: `if not rg.is_recomputing(): ...`"
 AS_ARGUMENT = "pass it as a keyword argument of the stack, which is the same both times"
+DRAW = f"draw with torch, whose generators are replayed; or draw outside of the stack, and {AS_ARGUMENT}."
 
 
 @dataclass
@@ -36,7 +37,6 @@ class Seen:
     alone: dict[tuple[str, int], dict[str, Gap]] = field(default_factory=dict)
     evidence: list[Evidence] = field(default_factory=list)
     narrow: dict[str, float] = field(default_factory=dict)  # by stack: the largest epsilon of what its functions compute in
-    names: dict[tuple[str, int], str] = field(default_factory=dict)  # of updates
 
 
 def problems(seen: Seen) -> list[Problem]:
@@ -45,8 +45,9 @@ def problems(seen: Seen) -> list[Problem]:
         return [_nothing()]
     roots = [*_functions(seen), *_couplings(seen)]
     roots += [problem for problem in _errors(seen, bool(roots)) if problem not in roots]
-    found = roots + _drift(seen, bool(roots))
-    found += _gradients(seen, bool(found))
+    noise = _noise(seen, bool(roots))
+    found = [*roots, *noise, *_drift(seen, bool(roots))]
+    found += _gradients(seen, bool(found)) if not noise else []
     found += _buffers(seen, bool(roots))
     found += _random(seen)
     return found
@@ -54,7 +55,7 @@ def problems(seen: Seen) -> list[Problem]:
 
 def _nothing() -> Problem:
     what = "no stack of retrograd ran, so there was nothing to check."
-    cause = "the network has none, or does not call it for these arguments."
+    cause = "the network has none, or does not call it for these arguments (those of compat do not, up to reverse_thres)."
     return Problem("nothing", "the network", what, cause, "check a network that calls an rg.ReversibleSequence or rg.Reversible.")
 
 
@@ -69,8 +70,7 @@ def _functions(seen: Seen) -> Iterator[Problem]:
             groups.setdefault((kind, key), []).append((evidence, what, cause, fix))
     for (kind, _), group in groups.items():
         worst, what, cause, fix = max(group, key=lambda entry: entry[0].differs)
-        more = f" (and {len(group) - 1} more)" if len(group) > 1 else ""
-        yield Problem(kind, f"{worst.name}{more}", what, cause, fix)
+        yield Problem(kind, f"{worst.name}{_more(group)}", what, cause, fix)
 
 
 def _faults(evidence: Evidence, limit: float) -> Iterator[tuple[str, str, str, str, str]]:
@@ -82,7 +82,7 @@ def _faults(evidence: Evidence, limit: float) -> Iterator[tuple[str, str, str, s
     cause, fix, key = _cause(evidence)
     if evidence.raised is not None:
         yield "determinism", f"raised when it ran again: {evidence.raised}", cause, fix, key
-    elif not evidence.differs <= limit or (evidence.differs and not limit):
+    elif evidence.excess > 1 or (evidence.differs and not limit):
         what = f"returned something else when it ran again on the same input: {evidence.differs:.1e} of its size off."
         yield "determinism", what, cause, fix, key
     elif evidence.changed:
@@ -99,8 +99,7 @@ def _cause(evidence: Evidence) -> tuple[str, str, str]:
         return cause, fix, f"target {path}"
     if evidence.draws:
         source = " and ".join(sorted(evidence.draws))
-        fix = f"draw with torch, whose generators are replayed; or draw outside of the stack, and {AS_ARGUMENT}."
-        return f"it draws from {source}, which nobody replays.", fix, source
+        return f"it draws from {source}, which nobody replays.", DRAW, source
     order = ("random", "cache", "tensor", "counter", "value")
     for change in sorted(evidence.changed, key=lambda change: order.index(change.kind)):
         return *_of_change(change, evidence.name), f"{change.kind} {_own(change.path, evidence.name)}"
@@ -111,7 +110,7 @@ def _cause(evidence: Evidence) -> tuple[str, str, str]:
             f"ask once, outside of the stack, and {AS_ARGUMENT}.",
             str(sources),
         )
-    cause = "state that was not found: a kernel that is not deterministic, a file, a thread, an extension."
+    cause = "state that was not found: a kernel that is not deterministic, a file, a thread, an object out of reach."
     fix = "torch.use_deterministic_algorithms(True) shows kernels that are not; memory=rg.Keep() does not recompute."
     return cause, fix, "unknown"
 
@@ -121,9 +120,10 @@ def _of_change(change: Change, name: str) -> tuple[str, str]:
     if change.kind == "cache":
         return f"a cache that grows on each call, also in recompute: {text}.", f"{LEAVE_ALONE}; or {AS_ARGUMENT}."
     if change.kind == "random":
-        return f"a random generator that is not torch's, and which nobody replays: {text}.", (
-            "use a torch.Generator, which is replayed; or draw outside of the stack, and " + AS_ARGUMENT + "."
-        )
+        fix = "use a torch.Generator that is an attribute of the module or a keyword argument, which is replayed; or draw "
+        return f"a random generator that nobody replays: {text}.", f"{fix}outside of the stack, and {AS_ARGUMENT}."
+    if change.kind == "tensor" and "another tensor" in text:
+        return f"it leaves a tensor behind, and recompute overwrites it with that of another call: {text}.", f"{LEAVE_ALONE}."
     if change.kind == "tensor":
         cause = f"a buffer outside the module tree, which is updated again in recompute: {text}."
         return cause, f"register it: self.register_buffer(name, tensor); or {LEAVE_ALONE}."
@@ -141,20 +141,21 @@ def _own(path: str, name: str) -> str:
 
 
 def _couplings(seen: Seen) -> Iterator[Problem]:
-    differing = {evidence.name for evidence in seen.evidence if evidence.differs}
+    differing = {evidence.name for evidence in seen.evidence if evidence.differs or evidence.raised}
     worst: dict[str, tuple[float, str, Any]] = {}
     for stack in seen.stacks:
-        for index, step in enumerate(stack.program):
-            name = seen.names[stack.name, index]
+        for index, (step, name) in enumerate(zip(stack.program, stack.names)):
             for gap in seen.alone.get((stack.name, index), {}).values():
                 coupling = type(step.coupling).__name__
-                limit = torch.finfo(gap.dtype.to_real()).eps ** 0.75
-                if name not in differing and not gap.relative <= limit and math.isfinite(gap.scale):
+                if name not in differing and not gap.relative <= rounding(gap.dtype):
                     if gap.relative > worst.get(coupling, (0.0,))[0]:
                         worst[coupling] = gap.relative, name, step.coupling
     for name, (relative, where, coupling) in worst.items():
         what = f"undoing it with {name} misses the stream by {relative:.1e} of its size, though its function did the same again."
-        if isinstance(coupling, TRUSTED):
+        if isinstance(coupling, Additive):
+            cause = "values in the stream, or added to it, are so large that the sum rounds away what was there."
+            yield Problem("coupling", where, what, cause, "normalise them; exact=True or stream_dtype=torch.float64.")
+        elif isinstance(coupling, TRUSTED):
             cause = "undoing enlarges rounding errors: by exp(limit) for rg.Affine(limit), by 1 / gamma for rg.Momentum(gamma)."
             yield Problem("coupling", where, what, cause, "use rg.Additive(), a smaller limit or a larger gamma.")
         else:
@@ -213,26 +214,44 @@ def _gradients(seen: Seen, explained: bool) -> list[Problem]:
     if not wrong:
         return []
     name = max(wrong, key=lambda name: wrong[name] if not math.isnan(wrong[name]) else math.inf)
-    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     what = f"its gradient is off by {wrong[name]:.1e} of its size; the limit is {seen.limit:.0e}."
     if explained:
-        return [Problem("gradients", f"{name}{more}", what, "it follows from the problems above.", "solve them first.")]
+        return [Problem("gradients", f"{name}{_more(wrong)}", what, "it follows from the problems above.", "solve them first.")]
     drifted = max(seen.drift, key=lambda drift: drift.relative, default=None)
     if drifted is not None and drifted.relative > seen.limit / 10:
         stack = next(stack for stack in seen.stacks if stack.name == drifted.stack)
-        return [Problem("gradients", f"{name}{more}", what, *_cause_of_drift(stack, seen))]
-    cause = "a choice inside a function (top-k, argmax, hashing, a threshold) that the rounding of rebuilt streams turned over."
-    return [Problem("gradients", f"{name}{more}", what, cause, "exact=True restores every bit, and so every choice.")]
+        return [Problem("gradients", f"{name}{_more(wrong)}", what, *_cause_of_drift(stack, seen))]
+    cause = (
+        "a choice inside a function (top-k, argmax, hashing, a threshold) that the rounding of rebuilt streams turned over; or a "
+        "gradient that is zero but for rounding."
+    )
+    return [Problem("gradients", f"{name}{_more(wrong)}", what, cause, "exact=True restores every bit, and so every choice.")]
+
+
+def _noise(seen: Seen, explained: bool) -> list[Problem]:
+    """Plain autograd has to agree with itself before anything can be compared with it."""
+    noisy = {name: off for name, off in seen.noise.items() if not off <= seen.limit} if seen.limit else {}
+    if not noisy:
+        return []
+    name = max(noisy, key=lambda name: noisy[name] if not math.isnan(noisy[name]) else math.inf)
+    what = f"two steps of plain autograd differ by {noisy[name]:.1e} of its size, so no gradient can be compared with them."
+    cause = "it follows from the problems above." if explained else "something outside of the stacks is not the same each time."
+    fix = "seed it, or pass it as an argument: check takes the same step again and again."
+    return [Problem("noise", f"{name}{_more(noisy)}", what, cause, "solve them first." if explained else fix)]
+
+
+def _more(found: Sized) -> str:
+    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
 
 
 def _buffers(seen: Seen, explained: bool) -> list[Problem]:
     wrong = [name for name, off in seen.buffers.items() if not off <= seen.limit]
     if not wrong:
         return []
-    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     what = f"after a step it is {seen.buffers[wrong[0]]:.1e} off what plain autograd leaves."
     cause = "it follows from the problems above." if explained else "a function updates it where the engine does not see it."
-    return [Problem("buffers", f"{wrong[0]}{more}", what, cause, f"register it in the module that updates it; or {LEAVE_ALONE}.")]
+    fix = f"register it in the module that updates it; or {LEAVE_ALONE}."
+    return [Problem("buffers", f"{wrong[0]}{_more(wrong)}", what, cause, fix)]
 
 
 def _random(seen: Seen) -> list[Problem]:
@@ -242,8 +261,8 @@ def _random(seen: Seen) -> list[Problem]:
     what = "after a step it is not where plain autograd leaves it."
     drawing = [evidence.name for evidence in seen.evidence if set(wrong) & evidence.draws]
     cause = f"{drawing[0]} draws from it, in forward and again in recompute." if drawing else "recompute draws from it."
-    fix = f"draw with torch, whose generators are replayed; or draw outside of the stack, and {AS_ARGUMENT}."
-    return [Problem("random", ", ".join(wrong), what, cause, fix)]
+    own = "make it an attribute of the function's module, or a keyword argument: there it is found, and replayed."
+    return [Problem("random", ", ".join(wrong), what, cause, DRAW if drawing else own)]
 
 
 # --- errors
@@ -278,7 +297,10 @@ def _of_error(error: Exception, explained: bool) -> Problem:
 
 
 def relative(now: dict[str, torch.Tensor], then: dict[str, torch.Tensor], floor: float) -> dict[str, float]:
-    """The largest difference of each tensor, relative to its largest value, or to the floor where that is larger."""
+    """The largest difference of each tensor, relative to its largest value, or to the floor where that is larger.
+
+    What is the same infinity in both, or NaN in both, does not differ.
+    """
     found = {}
     for name in {**then, **now}:
         a, b = now.get(name), then.get(name)
@@ -287,15 +309,17 @@ def relative(now: dict[str, torch.Tensor], then: dict[str, torch.Tensor], floor:
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
-    if not a.numel() or a.is_meta or bool(((a == b) | ((a != a) & (b != b))).all()):
+    if is_same(a, b):
         return 0.0
     if not a.is_floating_point() and not a.is_complex():
         return math.inf
     wide = torch.complex128 if a.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)
-    scale = max(b.abs().max().item(), floor)
-    return (a - b).abs().max().item() / scale if scale else math.inf
+    scale = max(largest(b), floor)
+    return gap_of(a, b) / scale if scale else math.inf
 
 
-def largest(tensors: Iterable[torch.Tensor]) -> float:
-    return max((t.abs().max().item() for t in tensors if t.numel() and not t.is_meta), default=0.0)
+def usual_size(tensors: Iterable[torch.Tensor]) -> float:
+    """The median of the largest values, of tensors that are not zero."""
+    sizes = sorted(size for size in map(largest, tensors) if size)
+    return sizes[len(sizes) // 2] if sizes else 0.0

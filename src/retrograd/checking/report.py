@@ -19,7 +19,7 @@ MIB = 2**20
 class Problem:
     """Something that is wrong, what it probably comes from, and what to type."""
 
-    kind: str  # gradients, drift, determinism, state, buffers, random, input, coupling, error, nothing
+    kind: str  # determinism, state, input, coupling, error, noise, drift, gradients, buffers, random, nothing
     where: str
     what: str
     cause: str

@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import math
 import random
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,13 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from retrograd.checking.reach import Change, Snapshot, changes, look, random_states, replayed_by_the_engine, visible
+from retrograd.checking.reach import Change, Snapshot, changes, is_same, look, random_states, replayed_by_the_engine, visible
 from retrograd.core.holdings import Holdings
 from retrograd.core.memory import Keep, Reverse
 from retrograd.core.private import pytree
 from retrograd.core.program import Program, State, Step
 from retrograd.core.replay import Backstage, is_recomputing
 from retrograd.core.streams import flatten, unflatten
+from retrograd.core.updates import WithAux
 from retrograd.core.waypoints import Waypoints
 from retrograd.measure import Counting, LiveBytes
 from retrograd.sequence import Reversible, ReversibleSequence
@@ -41,14 +45,27 @@ class Network:
         paths = pytree.tree_flatten_with_path((args, kwargs))[0]
         leaves, self.spec = flatten((args, kwargs))
         self.leaves = _copies(leaves)  # and every step gets its own: what a network does to its input, the next does not see
-        self.wanted: dict[int, tuple[str, Tensor]] = {
-            id(p): (name, p) for name, p in module.named_parameters() if p.requires_grad
-        }
-        self.inputs = {i: _input_name(path) for i, (path, leaf) in enumerate(paths) if _is_differentiable(leaf)}
+        self.wanted: dict[int, tuple[str, Tensor]] = {}
+        for name, parameter in module.named_parameters():
+            self.want(name, parameter)
+        self.inputs: dict[int, str] = {}
+        for i, (path, leaf) in enumerate(paths):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                self.inputs[i] = self.unique(_input_name(path))
         self.weights: dict[Any, Tensor] = {}  # of the outputs, in the loss
-        self.stacks: dict[int, Stack] = {}  # that ran
-        self.snapshot = Snapshot([("", module), ("the arguments", [leaf for leaf in leaves if not isinstance(leaf, Tensor)])])
+        self.stacks: dict[str, Stack] = {}  # that ran, by name
+        self.backstages: dict[int, tuple[Any, Backstage, Backstage]] = {}  # of stacks: theirs, and one for the time being
+        self.snapshot = Snapshot(module, [leaf for leaf in leaves if not isinstance(leaf, Tensor)])
         self.gradients_before = [(p, p.grad) for p in module.parameters()]
+
+    def want(self, name: str, tensor: Tensor) -> None:
+        """Compare its gradient, if it has one."""
+        if tensor.requires_grad and id(tensor) not in self.wanted:
+            self.wanted[id(tensor)] = self.unique(name), tensor
+
+    def unique(self, name: str) -> str:
+        taken = {*(name for name, _ in self.wanted.values()), *getattr(self, "inputs", {}).values()}
+        return name if name not in taken else next(n for i in itertools.count(2) if (n := f"{name} ({i})") not in taken)
 
     def step(self, watcher: Any = contextlib.nullcontext()) -> Taken:
         """Forward and backward, from the state that everything had in the beginning; under `watcher`, a context."""
@@ -62,7 +79,9 @@ class Network:
             begun = time.perf_counter()
             output = self.module(*args, **kwargs)
             losses = [t for t in _tensors(output) if t.requires_grad]
-            wanted = {**dict(self.wanted.values()), **{name: leaves[i] for i, name in self.inputs.items()}}
+            taken.output = type(output).__name__
+            wanted = {name: t for name, t in self.wanted.values() if t.requires_grad}  # forward may freeze some
+            wanted |= {name: leaves[i] for i, name in self.inputs.items()}
             self.between()
             if losses and wanted:
                 weights = [self.weight(i, loss) for i, loss in enumerate(losses)]
@@ -86,22 +105,24 @@ class Network:
 
     between: Callable[[], Any] = staticmethod(lambda: None)  # called when forward is over
 
-    def restore(self) -> None:
-        self.snapshot.restore()
-        for parameter, gradient in self.gradients_before:
-            parameter.grad = gradient
-        for stack in self.stacks.values():
-            stack.module._backstage = stack.backstage
+    def release(self) -> None:
+        """Everything as it was in the beginning."""
+        try:
+            self.snapshot.release()
+        finally:
+            for parameter, gradient in self.gradients_before:
+                parameter.grad = gradient
+            for stack, backstage, _ in self.backstages.values():
+                stack._backstage = backstage
 
 
 class Stack(NamedTuple):
-    """One that ran. What it learns while it is checked, it forgets again: it gets another backstage for the time being."""
+    """One that ran."""
 
     name: str
     module: Any
     program: Program
-    backstage: Backstage
-    meanwhile: Backstage
+    names: list[str]  # of its updates, in the network
 
 
 @dataclass
@@ -109,6 +130,7 @@ class Taken:
     """What one step gave."""
 
     seconds: float = 0.0
+    output: str = ""  # of which type
     gradients: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     random: dict[str, Any] = field(default_factory=dict)
@@ -125,29 +147,37 @@ class Observer(Counting):
         self.network = network
 
     def begin(self, stack: Any, program: Program) -> None:
-        network = self.network
-        if id(stack) not in network.stacks:
-            name = self.paths.get(id(stack)) or type(stack).__name__
-            network.stacks[id(stack)] = Stack(name, stack, program, stack._backstage, Backstage())
-            for step in program:  # weights that are not the network's: in closures, for instance
-                for name, weight in _held(Holdings((step.fn,))):
-                    if weight.requires_grad:
-                        network.wanted.setdefault(id(weight), (f"{self.name(stack, step)}: {name}", weight))
-        stack._backstage = network.stacks[id(stack)].meanwhile
+        if not self.is_mine(stack):
+            return
         super().begin(stack, program)
+        network, name = self.network, self.stacks[id(stack)][0] or type(stack).__name__
+        if name not in network.stacks or network.stacks[name].module is not stack:  # some are made anew for every call
+            network.stacks[name] = Stack(name, stack, program, [self.names[id(step)] for step in program])
+            for step in program:  # weights that are not the network's: in closures, for instance
+                for inner, weight in _held(Holdings((step.fn,))):
+                    network.want(f"{self.names[id(step)]}: {inner}", weight)
+        if id(stack) not in network.backstages:  # what it learns meanwhile, it forgets again
+            network.backstages[id(stack)] = stack, stack._backstage, Backstage()
+        stack._backstage = network.backstages[id(stack)][2]
+
+    def memory(self, stack: Any) -> Any:
+        return self.mode(stack) if self.is_mine(stack) else stack.memory
+
+    def mode(self, stack: Any) -> Any:
+        raise NotImplementedError
 
 
 class Kept(Observer):
     """As plain autograd does it."""
 
-    def memory(self, stack: Any) -> Any:
+    def mode(self, stack: Any) -> Any:
         return Keep()
 
 
 class Reversed(Observer):
     """As the stacks say; those that keep everything, reversed all the same. Nobody judges the way back but us."""
 
-    def memory(self, stack: Any) -> Any:
+    def mode(self, stack: Any) -> Any:
         return _Planned(reversing(stack.memory), _Silent)
 
 
@@ -162,9 +192,9 @@ class Drifting(Observer):
         self.narrow: dict[str, float] = {}  # by the stack: the largest epsilon of what its functions compute in
         self.target: tuple[Tensor, ...] = ()  # of the update that forward is at
 
-    def memory(self, stack: Any) -> Any:
-        name = self.network.stacks[id(stack)].name if id(stack) in self.network.stacks else ""  # asked before it begins, too
-        return _Planned(Reverse(keep_last=False), functools.partial(_Everywhere, self, name))
+    def mode(self, stack: Any) -> Any:
+        name = self.stacks[id(stack)][0] if id(stack) in self.stacks else ""  # asked before it begins, too
+        return _Planned(Reverse(keep_last=False), functools.partial(_Everywhere, self, name or type(stack).__name__))
 
 
 @dataclass
@@ -194,7 +224,7 @@ class _Everywhere(Waypoints):
         self.observer.target = self.passed[index][self.program[index].target]
 
     def begin_at(self, state: State) -> None:
-        self.scales = {name: max(map(_largest, leaves), default=0.0) for name, leaves in state.items()}
+        self.scales = {name: max(map(largest, leaves), default=0.0) for name, leaves in state.items()}
         self.observer.narrow[self.stack] = max(self.narrow, self.observer.narrow.get(self.stack, 0.0))
 
     def compare(self, index: int, state: State) -> None:
@@ -202,8 +232,7 @@ class _Everywhere(Waypoints):
         for name, leaves in self.passed.pop(index).items():
             for now, then in zip(state[name], leaves):
                 if then.numel() and (then.is_floating_point() or then.is_complex()) and not then.is_meta:
-                    error = _largest(torch.where(now == then, 0, now - then))  # infinities that are the same are
-                    gap = Gap(error, max(_largest(then), self.scales[name]), then.dtype)
+                    gap = Gap(gap_of(now, then), max(largest(then), self.scales[name]), then.dtype)
                     if name not in gaps or not gap.relative <= gaps[name].relative:
                         gaps[name] = gap
             if self.observer.reset:
@@ -241,6 +270,7 @@ class Evidence:
     name: str
     fn: Any
     differs: float = 0.0  # its output, relative to its size; 0: the same bits
+    excess: float = 0.0  # that, relative to what rounding in its dtype explains
     again: int = 0  # how often it was compared
     edits_input: bool = False  # without autograd's knowledge
     reads_target: str | None = None  # where it found it
@@ -263,10 +293,12 @@ class Alone(Drifting):
     def call(self, step: Step, reads: list[Any], arguments: dict[str, Any]) -> Any:
         if isinstance(step.fn, nn.Identity):
             return step.fn(*reads, **arguments)
+        if id(step) not in self.names:  # another thread's, or an inverse
+            return step.fn(*reads, **arguments)
         name, again = self.names[id(step)], is_recomputing()
         evidence = self.evidence.setdefault(name, Evidence(name, step.fn))
         replayed = self.replayed.setdefault(id(step.fn), replayed_by_the_engine((step.fn,)))
-        before, given = look(name, step.fn, replayed), _values(reads)
+        before, given = look(name, step.fn, replayed), _values((reads, arguments))
         if not again and evidence.reads_target is None:
             evidence.reads_target = _holder(name, step.fn, replayed, self.target, given)
         generators = _unreplayed()
@@ -280,26 +312,37 @@ class Alone(Drifting):
             if again:
                 evidence.changed += [c for c in changes(before, look(name, step.fn, replayed)) if c not in evidence.changed]
         evidence.draws |= {source for source, state in _unreplayed().items() if state != generators[source]}
-        evidence.edits_input |= not all(map(_same, given, _values(reads, copy=False)))
+        evidence.edits_input |= not all(map(is_same, given, _values((reads, arguments), copy=False)))
         made = _values(output)
         if not again:
             self.calls.setdefault(id(step), []).append((given, made))
             return output
         for i, (inputs, outputs) in reversed(list(enumerate(self.calls.get(id(step), [])))):
-            if len(inputs) == len(given) and all(map(_same, inputs, given)):
+            if len(inputs) == len(given) and all(map(is_same, inputs, given)):
                 del self.calls[id(step)][i]
                 evidence.again += 1
-                gaps = [_relative(a, b) for a, b in zip(made, outputs) if a.shape == b.shape and a.dtype == b.dtype]
-                evidence.differs = max([evidence.differs, *gaps, *([] if len(gaps) == len(outputs) else [float("inf")])])
+                self.judge(evidence, made, outputs)
                 break
         return output
+
+    def judge(self, evidence: Evidence, now: list[Tensor], then: list[Tensor]) -> None:
+        fits = len(now) == len(then) and all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(now, then))
+        for a, b in zip(now, then) if fits else ():
+            if not is_same(a, b):
+                real = a.is_floating_point() or a.is_complex()
+                error, size = (gap_of(a, b), largest(b)) if real else (1.0, 0.0)
+                differs = error / size if size else math.inf
+                evidence.differs = max(evidence.differs, differs)
+                evidence.excess = max(evidence.excess, differs / rounding(a.dtype) if real else math.inf)
+        if not fits:
+            evidence.differs = evidence.excess = math.inf
 
 
 def _holder(path: str, fn: Any, replayed: set[int], target: tuple[Tensor, ...], given: list[Tensor]) -> str | None:
     """Where the function keeps the stream that it is about to update, if it does."""
     for seen in visible(path, fn, replayed):
         if isinstance(seen.value, Tensor) and seen.value.numel() > 1:
-            if any(_same(seen.value, leaf) for leaf in target) and not any(_same(seen.value, leaf) for leaf in given):
+            if any(is_same(seen.value, leaf) for leaf in target) and not any(is_same(seen.value, leaf) for leaf in given):
                 return seen.path
     return None
 
@@ -383,10 +426,6 @@ def _copies(leaves: list[Any]) -> list[Any]:
     return [copies.get(id(leaf), leaf) for leaf in leaves]
 
 
-def _is_differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
 def _input_name(path: Any) -> str:
     """`args[0]`, or `mask` of a keyword argument."""
     first, *rest = path
@@ -395,23 +434,29 @@ def _input_name(path: Any) -> str:
     return f"{rest[0].key}{pytree.keystr(tuple(rest[1:]))}"
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value: Any, depth: int = 4) -> list[Tensor]:
     """The tensors of a pytree, and of objects in it, as some models return."""
     found: list[Tensor] = []
     for leaf in flatten(value)[0]:
         if isinstance(leaf, Tensor):
             found.append(leaf)
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module):
-            found += [inner for inner in flatten(dict(vars(leaf)))[0] if isinstance(inner, Tensor)]
+        elif depth and not isinstance(leaf, (nn.Module, type, str, types.FunctionType)):
+            slots = [name for cls in type(leaf).__mro__ for name in _names(vars(cls).get("__slots__", ()))]
+            inside = {**getattr(leaf, "__dict__", {}), **{n: getattr(leaf, n) for n in slots if hasattr(leaf, n)}}
+            found += _tensors(inside, depth - 1) if inside else []
     return found
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _weights(tensor: Tensor, number: int) -> Tensor:
     """A gradient to begin with: 1 for a loss, else random, so that no symmetry hides an error. The same each time."""
     if not tensor.ndim:
         return torch.ones_like(tensor)
-    generator = torch.Generator().manual_seed(number)
-    drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+    generator = torch.Generator("cpu").manual_seed(number)
+    drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu")
     return drawn.to(tensor.device, tensor.dtype) / max(tensor.numel(), 1) ** 0.5
 
 
@@ -442,29 +487,26 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 def _values(value: Any, copy: bool = True) -> list[Tensor]:
-    found = [leaf.detach() for leaf in flatten(getattr(value, "output", value))[0] if isinstance(leaf, Tensor)]
+    """The tensors in it; of a `WithAux`, aux too."""
+    value = (value.output, value.aux) if isinstance(value, WithAux) else value
+    found = [leaf.detach() for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
     return [leaf.clone() for leaf in found] if copy else found
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same to the bit, or as far as there is anything to see."""
-    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout or a.device != b.device:
-        return False
-    if a.is_meta or a.layout != torch.strided:
-        return True
-    return bool(torch.equal(a, b) or ((a == b) | ((a != a) & (b != b))).all())
-
-
-def _largest(tensor: Tensor) -> float:
-    """The largest absolute value; NaN if there is one."""
-    return tensor.abs().max().item() if tensor.numel() else 0.0
-
-
-def _relative(now: Tensor, then: Tensor) -> float:
-    """The largest difference, relative to the largest value."""
-    if _same(now, then):
+def largest(tensor: Tensor) -> float:
+    """The largest absolute value that is finite."""
+    if not tensor.numel() or tensor.is_meta:
         return 0.0
-    if not then.is_floating_point() and not then.is_complex():
-        return float("inf")
-    error, scale = _largest(now - then), _largest(then)
-    return error / scale if scale else float("inf")
+    size = tensor.abs()
+    return torch.where(size.isfinite(), size, 0).max().item()
+
+
+def gap_of(now: Tensor, then: Tensor) -> float:
+    """The largest difference, where they are not both the same infinity or both NaN. NaN if one is NaN alone."""
+    same = (now == then) | ((now != now) & (then != then))
+    return torch.where(same, 0, now - then).abs().max().item() if now.numel() else 0.0
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """A relative difference that rounding in this dtype still explains."""
+    return torch.finfo(dtype.to_real()).eps ** 0.75

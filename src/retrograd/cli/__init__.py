@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -31,8 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.command is None:
         made.error("which command? See retrograd --help")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()  # here, where it can be told that nobody reads
+        return code
     except Mistake as mistake:
         if os.environ.get("RANK", "0") == "0":  # of several processes, one tells
             print(f"retrograd {options.command}: {mistake}", file=sys.stderr)
@@ -40,6 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(f"retrograd {options.command}: {error.strerror}.", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"retrograd {options.command}: interrupted", file=sys.stderr)
         return 130

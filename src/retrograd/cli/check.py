@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from retrograd.cli.mistakes import Mistake
-from retrograd.cli.target import HELP, load, told
+from retrograd.cli.target import HELP, load, theirs, told
 from retrograd.files import write_whole
 
 WRONG = 1
@@ -31,19 +32,19 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     import retrograd as rg
 
-    for path in (options.plot, options.html):  # before the work, not after
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise Mistake(f"{path}: {'that is a folder' if path.is_dir() else f'there is no folder {path.parent}'}; name a file.")
+    if options.html is not None:  # before the work, not after
+        can_write(options.html)
     if options.plot is not None:
         can_draw(options.plot)
-    module, args, kwargs = load(options.target)
-    try:
-        report = rg.check(module, *args, **kwargs)
-    except Exception as error:
-        raise Mistake(f"{options.target}: {told(error)}.") from error
+    with theirs(options):
+        module, args, kwargs = load(options.target)
+        try:
+            report = rg.check(module, *args, **kwargs)
+        except Exception as error:
+            raise Mistake(f"{options.target}: {told(error)}.") from error
     try:
         if options.plot is not None:
-            report.plot(options.plot)
+            draw(report.plot, options.plot)
         if options.html is not None:
             style = "<style>body { font: 15px sans-serif; margin: 2em } td, th { padding: 2px 10px 2px 0 }</style>"
             head = f'<!doctype html><meta charset="utf-8"><title>retrograd check</title>{style}'
@@ -54,12 +55,28 @@ def run(options: argparse.Namespace) -> int:
     return 0 if report.ok else WRONG
 
 
+def can_write(path: Path) -> None:
+    """A mistake if it is not a file in a folder that is there."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise Mistake(f"{path}: {'that is a folder' if path.is_dir() else f'there is no folder {path.parent}'}; name a file.")
+
+
+def draw(plot: Callable[..., Any], path: Path, *others: Any) -> None:
+    try:
+        plot(path, *others)
+    except OSError:
+        raise
+    except Exception as error:  # of a kind of picture that needs more than matplotlib
+        raise Mistake(f"{path}: {told(error)}.") from error
+
+
 def can_draw(path: Path) -> None:
     """A mistake if matplotlib is not there, or does not know such a file."""
+    can_write(path)
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise Mistake(f"{path}: pictures need matplotlib (pip install matplotlib).") from error
     known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
+    if path.suffix.removeprefix(".").lower() not in known:
         raise Mistake(f"{path}: no such kind of picture; there are .{', .'.join(sorted(known))}.")

@@ -7,14 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from retrograd.cli.check import can_draw
+from retrograd.cli.check import can_draw, draw
 from retrograd.cli.mistakes import Mistake
-from retrograd.cli.target import HELP, load, told
+from retrograd.cli.target import HELP, load, theirs, told
 
 
 def add(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
+        usage="retrograd plan [-h] TARGET [--memory MODE [MODE ...]] [--plot FILE] [--json]",
         help="what a budget keeps of each layer, and the bytes and time that a step then takes",
         description="Runs a network forward once, watched, and shows what memory modes would keep of each update of its stacks; "
         "nothing is trained. With --plot, a picture of the bytes over the course of a step.",
@@ -27,7 +28,7 @@ def add(commands: Any) -> None:
         default=["own", "keep"],
         help='own: as the stack says; reverse; keep; anchor=16; or a budget: "200 MiB", "25%%" (own keep)',
     )
-    plan.add_argument("--plot", type=Path, metavar="FILE", help="draw them (.svg, .png, .pdf)")
+    plan.add_argument("--plot", type=Path, metavar="FILE", help="draw those of the first stack")
     plan.add_argument("--json", action="store_true", help="print the plans as JSON, and nothing else")
     plan.set_defaults(run=run)
 
@@ -38,27 +39,28 @@ def run(options: argparse.Namespace) -> int:
     modes = [_mode(text) for text in options.memory]
     if options.plot is not None:
         can_draw(options.plot)
-    module, args, kwargs = load(options.target)
     found: list[tuple[str, Any]] = []
-    try:
-        for name, stack, given, keywords in calls(module, args, kwargs):
-            own = stack.memory
-            try:
-                for mode in modes:
-                    stack.memory = own if mode is None else mode
-                    found.append((name, stack.plan(*given, **keywords)))
-            finally:
-                stack.memory = own
-    except RetrogradError as error:
-        raise Mistake(" ".join(str(error).split())) from error
-    except Exception as error:
-        raise Mistake(f"{options.target}: {told(error)}.") from error
+    with theirs(options):
+        module, args, kwargs = load(options.target)
+        try:
+            for name, stack, given, keywords in calls(module, args, kwargs):
+                own = stack.memory
+                try:
+                    for mode in modes:
+                        stack.memory = own if mode is None else mode
+                        found.append((name, stack.plan(*given, **keywords)))
+                finally:
+                    stack.memory = own
+        except RetrogradError as error:
+            raise Mistake(" ".join(str(error).split())) from error
+        except Exception as error:
+            raise Mistake(f"{options.target}: {told(error)}.") from error
     if not found:
         raise Mistake(f"{options.target}: no stack of retrograd ran, so there is nothing to plan.")
     if options.plot is not None:
         first, *others = [plan for name, plan in found if name == found[0][0]]
         try:
-            first.draw(options.plot, *others)
+            draw(first.draw, options.plot, *others)
         except OSError as error:
             raise Mistake(f"{error.strerror or error}: {error.filename}.") from error
     if options.json:
@@ -70,28 +72,29 @@ def run(options: argparse.Namespace) -> int:
 
 def calls(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     """The stacks that a network calls, each with what its first call was given. The network is left as it was."""
+    from retrograd.checking import as_module
     from retrograd.checking.runs import Network
-    from retrograd.sequence import Reversible, ReversibleSequence
+    from retrograd.measure import Counting
 
-    if not hasattr(module, "named_modules"):
-        module = ReversibleSequence(module)
     found: dict[str, tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = {}
+    module = as_module(module)
     network = Network(module, args, kwargs)
     handles = []
-    for path, part in module.named_modules():
-        if isinstance(part, (Reversible, ReversibleSequence)):
-            name = path or type(part).__name__
-
-            def enter(part: Any, given: Any, keywords: Any, name: str = name) -> None:
-                found.setdefault(name, (name, part, given, keywords))
-
-            handles.append(part.register_forward_pre_hook(enter, with_kwargs=True))
     try:
+        with Counting(module) as observer:  # which stacks run, wherever they are
+            module(*args, **kwargs)
+        network.snapshot.restore()
+        for name, stack in observer.stacks.values():
+
+            def enter(stack: Any, given: Any, keywords: Any, name: str = name or type(stack).__name__) -> None:
+                found.setdefault(name, (name, stack, given, keywords))
+
+            handles.append(stack.register_forward_pre_hook(enter, with_kwargs=True))
         module(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()
-        network.restore()
+        network.release()
     return list(found.values())
 
 

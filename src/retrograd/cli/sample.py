@@ -59,8 +59,6 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"prompt": prompt.decode(errors="replace"), "text": bytes(written).decode(errors="replace")}))
         return 0
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     text = codecs.getincrementaldecoder("utf-8")("replace")
     print(options.prompt, end="", flush=True)
     for byte in written:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import difflib
 import importlib
 import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +27,36 @@ def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     home, colon, name = target.rpartition(":")
     if not colon or not home or not name:
         raise Mistake(f"{target!r}: write package.module:factory or file.py:factory.")
-    factory = _import(home, target)
+    factory = _attempt(lambda: _import(home, target), f"{target}: importing it")
     for part in name.split("."):
-        if not hasattr(factory, part):
+        if not _attempt(lambda: hasattr(factory, part), target):  # noqa: B023
             near = difflib.get_close_matches(part, [n for n in dir(factory) if not n.startswith("_")], n=3)
             hint = f" Did you mean {', '.join(near)}?" if near else ""
             raise Mistake(f"{target}: there is no {part} in {home}.{hint}")
         factory = getattr(factory, part)
     if not callable(factory):
         raise Mistake(f"{target} is {type(factory).__name__}, not a function that returns (module, args).")
+    return _unpacked(_attempt(factory, target), target)
+
+
+def _attempt(run: Callable[[], Any], what: str) -> Any:
+    """What someone else's code returns. Whatever it raises is told in one line, `sys.exit()` too."""
     try:
-        made = factory()
-    except Exception as error:
-        raise Mistake(f"{target} raised {told(error)}.") from error
-    return _unpacked(made, target)
+        return run()
+    except Mistake:
+        raise
+    except (Exception, SystemExit) as error:
+        raise Mistake(f"{what} raised {told(error)}.") from error
+
+
+@contextlib.contextmanager
+def theirs(options: argparse.Namespace) -> Iterator[None]:
+    """While someone else's code runs: what it prints goes elsewhere if ours is for a program to read, and it may not exit."""
+    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+        try:
+            yield
+        except SystemExit as error:
+            raise Mistake(f"{options.target} called sys.exit({error.code!r}).") from error
 
 
 def _import(home: str, target: str) -> Any:
@@ -57,11 +76,7 @@ def _import(home: str, target: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (home == error.name or home.startswith(f"{error.name}.")):
             raise Mistake(f"{target}: there is no module {error.name}, seen from here ({os.getcwd()}).") from error
-        raise Mistake(f"{target}: importing it raised {told(error)}.") from error
-    except Mistake:
         raise
-    except Exception as error:
-        raise Mistake(f"{target}: importing it raised {told(error)}.") from error
 
 
 def _unpacked(made: Any, target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -75,9 +90,13 @@ def _unpacked(made: Any, target: str) -> tuple[Any, tuple[Any, ...], dict[str, A
     return module, args, kwargs
 
 
-def told(error: Exception) -> str:
-    """An error of someone else's code in one line, with where it came up."""
+def told(error: BaseException) -> str:
+    """An error in one line, with where it came up, if that is someone else's code."""
     frames = traceback.extract_tb(error.__traceback__)
-    text = " ".join(str(error).split())
-    at = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # its own text fails
+        text = ""
+    ours = frames and Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
+    at = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames and not ours else ""
     return f"{type(error).__name__}: {text:.300}{at}" if text else f"{type(error).__name__}{at}"
