@@ -232,7 +232,9 @@ class _Everywhere(Waypoints):
         for name, leaves in self.passed.pop(index).items():
             for now, then in zip(state[name], leaves):
                 if then.numel() and (then.is_floating_point() or then.is_complex()) and not then.is_meta:
-                    gap = Gap(gap_of(now, then), max(largest(then), self.scales[name]), then.dtype)
+                    finite = then.isfinite()  # what became infinite cannot be undone; plain autograd has no use for it either
+                    error = gap_of(now[finite], then[finite])
+                    gap = Gap(error, max(largest(then), self.scales[name]), then.dtype)
                     if name not in gaps or not gap.relative <= gaps[name].relative:
                         gaps[name] = gap
             if self.observer.reset:
@@ -404,9 +406,12 @@ def seconds(network: Network, ways: list[Callable[[Network], Observer]], rounds:
 @contextlib.contextmanager
 def as_written(module: nn.Module) -> Iterator[None]:
     """With gradients, whatever surrounds the caller, and with stacks outside of any compiler. Functions may be compiled."""
-    around = [part for part in module.modules() if any(isinstance(inner, _STACKS) for inner in part.modules())]
-    compiled = [(part, part._compiled_call_impl) for part in around]  # what `module.compile()` leaves
-    for part in around:
+    compiled = [  # what `module.compile()` leaves
+        (part, part._compiled_call_impl)
+        for part in module.modules()
+        if part._compiled_call_impl is not None and any(isinstance(inner, _STACKS) for inner in part.modules())
+    ]
+    for part, _ in compiled:
         part._compiled_call_impl = None
     try:
         with torch.inference_mode(False), torch.enable_grad():
