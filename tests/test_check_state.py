@@ -480,7 +480,7 @@ def test_outputs_in_objects():
 
 
 def test_scripts_and_odd_devices():
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="jit"):
         script = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
     assert rg.check(stack_of(lambda: script), example()).ok
     stack, x = stack_of(mlp), example()

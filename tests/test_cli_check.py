@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -45,6 +46,48 @@ def plain():
     return nn.Linear(4, 4), (torch.randn(2, 4),)
 
 number = 3
+
+def leaves():
+    import sys
+    sys.exit()
+
+def leaves_late():
+    import sys
+    class Leaves(nn.Linear):
+        def forward(self, x):
+            sys.exit(0)
+    return [(Leaves(4, 4), Leaves(4, 4))], torch.randn(2, 4)
+
+def talks():
+    print("loading")
+    module, x = sound()
+    module.register_forward_hook(lambda *_: print("running"))
+    return module, x
+
+def in_a_list():
+    from retrograd.compat.reformer import ReversibleSequence
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stacks = [sound()[0], sound()[0]]
+            self.compat = ReversibleSequence([(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)])
+        def forward(self, x):
+            for stack in self.stacks:
+                x = stack(x)
+            return self.compat(torch.cat((x, x), -1)[None])
+    return Model(), torch.randn(2, 4)
+
+class Awkward(Exception):
+    def __str__(self):
+        raise ValueError
+
+def awkward():
+    raise Awkward
+
+def __getattr__(name):
+    if name == "lazy":
+        raise ImportError("its own reason")
+    raise AttributeError(name)
 """
 
 
@@ -78,9 +121,28 @@ def test_json_and_nothing_else(capsys):
         assert json.loads(capsys.readouterr().out)["ok"] == (code == 0)
 
 
+@pytest.mark.parametrize("verb", ["check", "plan"])
+def test_what_a_network_prints_is_no_json(verb, capsys):
+    assert cli.main([verb, "my_networks:talks", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)
+    assert "loading" in printed.err and "running" in printed.err
+
+
+def test_nobody_reads():
+    """As `| true` does, and a disk that is full."""
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    ends = {}
+    for end in ("| true; exit ${PIPESTATUS[0]}", "> /dev/full"):
+        command = f"{sys.executable} -m retrograd info {end}"
+        ends[end[0]] = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=buffered)
+    assert ends["|"].returncode in (0, 141) and "Exception" not in ends["|"].stderr
+    assert ends[">"].returncode == 2 and "No space left" in ends[">"].stderr and ends[">"].stderr.count("\n") == 1
+
+
 def test_pictures_and_pages(tmp_path):
-    assert cli.main(["check", "my_networks:sound", "--plot", "report.png", "--html", "report.html"]) == 0
-    assert (tmp_path / "report.png").stat().st_size > 5000
+    assert cli.main(["check", "my_networks:sound", "--plot", "report.PNG", "--html", "report.html"]) == 0
+    assert (tmp_path / "report.PNG").stat().st_size > 5000
     page = (tmp_path / "report.html").read_text()
     assert page.startswith("<!doctype html>") and "<svg" in page
 
@@ -95,6 +157,10 @@ MISTAKES = {
     "a module that cannot be imported": ("my_broken:f", "No module named 'no_such_library_at_all'"),
     "a module that cannot be read": ("my_typo:f", "SyntaxError"),
     "one thing": ("my_networks:one", "returned Linear, not (module, args)"),
+    "a factory that leaves": ("my_networks:leaves", "SystemExit"),
+    "a network that leaves": ("my_networks:leaves_late", "sys.exit(0)"),
+    "an error without words": ("my_networks:awkward", "raised Awkward (my_networks.py"),
+    "a name that raises": ("my_networks:lazy", "ImportError: its own reason"),
     "a network that fails": ("my_networks:shapes", "RuntimeError: mat1 and mat2"),
 }
 
@@ -131,6 +197,12 @@ def test_a_plan(tmp_path, capsys):
     assert cli.main(["plan", "my_networks:keywords", "--json"]) == 0
     [own, kept] = json.loads(capsys.readouterr().out)
     assert kept["peak"] == kept["plain"] >= own["peak"] and len(own["rows"]) == 4
+
+
+def test_stacks_are_planned_wherever_they_are(capsys):
+    assert cli.main(["plan", "my_networks:in_a_list", "--memory", "own", "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)
+    assert [plan["stack"] for plan in plans] == ["ReversibleSequence 1", "ReversibleSequence 2", "Reversible 1"]
 
 
 @pytest.mark.parametrize(
