@@ -3,16 +3,21 @@
 import re
 from pathlib import Path
 
+import retrograd as rg
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
 def test_the_examples_run_as_written():
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names = {}
-    for block in blocks:
-        exec(block, names)
+    try:
+        for block in blocks:
+            exec(block, names)
+    finally:
+        rg.compat.uninstall("reformer_pytorch")
     assert names["streams"]["v1"].shape == (2, 9, 16)
 
 

@@ -229,7 +229,7 @@ class _Everywhere(Waypoints):
 
     def compare(self, index: int, state: State) -> None:
         gaps = self.observer.streams.setdefault((self.stack, index), {})
-        for name, leaves in self.passed.pop(index).items():
+        for name, leaves in self.passed[index].items():
             for now, then in zip(state[name], leaves):
                 if then.numel() and (then.is_floating_point() or then.is_complex()) and not then.is_meta:
                     finite = then.isfinite()  # what became infinite cannot be undone; plain autograd has no use for it either
