@@ -71,8 +71,12 @@ def _stage(row: Row, contestant: str, stage: int, count: int, folder: Path, limi
             died = f"died of {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             detail = f"still running after {limit:.0f} s" if hung else f"{died}: {_last_line(folder / f'{stage}.log')}"
             outcomes.append({"verdict": RAISED, "detail": detail, "note": ""})
-    # If one raises, its partner finds the connection closed: that is the lesser news.
-    return max(outcomes, key=lambda o: ((EQUAL, WRONG, RAISED).index(o["verdict"]), "Connection closed" not in o["detail"]))
+    return max(outcomes, key=lambda o: ((EQUAL, WRONG, RAISED).index(o["verdict"]), not _is_echo(o["detail"])))
+
+
+def _is_echo(detail: str) -> bool:
+    """If one process raises, its partner finds the connection closed, or never made: that is the lesser news."""
+    return "Connection closed" in detail or "connectFullMesh" in detail
 
 
 def _work(registry: str, key: str, contestant: str, stage: int, rank: int, count: int, folder: Path, port: int) -> None:
