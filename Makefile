@@ -33,7 +33,7 @@ compatibility: $(PEERS) $(INTEGRATIONS)  ## write docs/compatibility.md anew (fi
 	$(BIN)/python -m compatibility
 
 docs: $(VENV)/ready  ## the documentation as a site, in site
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 dist: $(VENV)/ready  ## the sdist and the wheel, in dist, checked as the package index checks them
 	rm -rf dist
