@@ -37,7 +37,8 @@ def test_warns_once_and_names_the_update():
     text = str(warning.message)
     assert text.startswith("update ") and "(blocks." in text.splitlines()[0]
     assert "of its size; healthy networks of this dtype stay below 3e-04" in text
-    assert "exact=True" in text and "drift='ignore'" in text
+    assert "exact=True" in text and "rg.check(model, x)" in text
+    assert warning.filename == __file__  # where backward was called, not a line of ours
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         backward(stack)  # once is enough

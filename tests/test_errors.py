@@ -222,7 +222,7 @@ def test_a_recompute_that_saves_other_tensors():
     with pytest.raises(
         rg.RecomputeError,
         match=r"(?s)update 5 of 6 \(blocks.2.g\) saved 3 tensors in forward and 2 in recompute.\n"
-        r"  First difference: forward saved float32\[2, 4\], recompute nothing.\n  Usual causes: .*\n  Fix: rg.is_recomputing",
+        r"  First difference: forward saved float32\[2, 4\], recompute nothing.\n  Usual causes: .*\n  Fix: rg.check",
     ):
         stack_of(Fickle(4, 4), Fickle(4, 4), memory=rg.Reverse(False))(torch.randn(2, 4)).sum().backward()
     calls.clear()

@@ -265,7 +265,7 @@ def too_small(budget: Budget, limit: int, floor: int, plain: int, fresh: bool) -
     return (
         f"{budget!r}: {human(limit)} are less than the {human(floor)} that this stack needs in any case, for its streams and one "
         f"update at a time{'' if fresh else ', while gradients are accumulated'} (plain autograd: {human(plain)}).\n"
-        f'  Fix: rg.Budget("{human(floor * 1.05)}") or more; rg.Chunked makes a token-wise function smaller.'
+        f'  Fix: rg.Budget("{human(floor * 1.005)}") or more; rg.Chunked makes a token-wise function smaller.'
     )
 
 

@@ -146,7 +146,7 @@ class ReversibleSequence(_Stack):
         drift: what happens when rebuilt streams are further off than their dtype explains: "warn" or "raise". With "ignore",
             nobody looks, and a function that does something else in recompute may go unnoticed.
         stream_dtype: streams are at least this wide, float32 if not given; functions read them in the input's dtype. With
-            `torch.bfloat16`, bfloat16 inputs stay as they are, and drift sixty thousand times as much.
+            `torch.bfloat16`, bfloat16 inputs stay as they are, and drift ten times as much.
 
     Example:
         >>> blocks = [(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(4)]

@@ -42,9 +42,10 @@ class StepPlan:
     def __str__(self) -> str:
         lines = [
             f"{self.memory!r}: {len(self.rows)} updates, {self.peak / MIB:.2f} MiB at the peak (everything kept: "
-            f"{self.plain / MIB:.2f}, nothing: {self.floor / MIB:.2f}), {self.time:.2f} of plain autograd's time"
+            f"{self.plain / MIB:.2f}, nothing: {self.floor / MIB:.2f}), about {self.time:.2f} of plain autograd's time"
         ]
         runs = [(key, list(rows)) for key, rows in itertools.groupby(self._blocks(), key=lambda rows: [r.keeps for r in rows])]
+        lines.append(f"  {'updates':<32} {'together':>13}   what each keeps until backward is there")
         for keeps, blocks in runs:
             first, last = blocks[0][0].name, blocks[-1][-1].name
             total = sum(row.bytes for rows in blocks for row in rows) / MIB
@@ -67,7 +68,7 @@ class StepPlan:
         axes = figure.subplots()
         for plan in (self, *others):
             course = [row.forward / MIB for row in plan.rows] + [row.backward / MIB for row in reversed(plan.rows)]
-            axes.plot(range(len(course)), course, label=f"{plan.memory!r}: {plan.peak / MIB:.1f} MiB, time {plan.time:.2f}")
+            axes.plot(range(len(course)), course, label=f"{plan.memory!r}: {plan.peak / MIB:.1f} MiB, time about {plan.time:.2f}")
         axes.axvline(len(self.rows) - 0.5, color="gray", linewidth=0.5)
         axes.axhline((self.peak + self.gradients) / MIB, color="gray", linewidth=0.5, linestyle="--")
         axes.set(xlabel="updates: forward, then backward", ylim=(0, None))

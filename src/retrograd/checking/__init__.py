@@ -39,6 +39,7 @@ from retrograd.checking.runs import (
     seconds,
 )
 from retrograd.core.errors import RetrogradError
+from retrograd.core.exact import Grid
 from retrograd.core.private import is_fake
 from retrograd.core.streams import flatten
 from retrograd.sequence import ReversibleSequence
@@ -82,6 +83,8 @@ def as_module(module: Any) -> nn.Module:
         module = module._orig_mod
     if isinstance(module, nn.parallel.DistributedDataParallel):
         module = module.module
+    if isinstance(module, type):
+        raise TypeError(f"check takes a network, and {module.__name__} is a class: pass an instance.")
     if not isinstance(module, nn.Module):
         if not isinstance(module, Iterable):
             raise TypeError(f"check takes a module or a list of (f, g) pairs, not {module!r:.80}.")
@@ -133,7 +136,7 @@ def _report(network: Network, training: bool) -> Report:
         if not seen.kept.gradients:
             raise ValueError(
                 f"nothing to compare: the network returned {seen.kept.output}, in which no tensor was found that depends on a "
-                "parameter or an argument that requires grad."
+                "parameter or an argument that requires grad. If all parameters are frozen, pass x.requires_grad_()."
             )
         again = _attempt(network, kept, seen)
     if _attempt(network, Reversed(network), seen) is not None:  # a budget watches its first step
@@ -168,7 +171,7 @@ def _report(network: Network, training: bool) -> Report:
         state=tuple(dict.fromkeys(change.text for e in seen.evidence for change in e.changed)),
         buffers=seen.buffers,
         random=seen.random,
-        evaluations={name: (count, reversed_.evaluations.get(name, 0)) for name, count in kept.evaluations.items()},
+        evaluations={n: (count, reversed_.evaluations.get(n, 0)) for n, count in kept.evaluations.items() if seen.reversed},
         peak=Both(*(live.peak - gradients for live, gradients in courses)) if courses else None,
         seconds=times,
         course=tuple(thinned(live.bytes, live.forward) for live, _ in courses) if courses else None,  # type: ignore[arg-type]
@@ -206,5 +209,6 @@ def _described(stack: Any) -> Stack:
     mode = reversing(module.memory)
     memory = f"memory={mode!r}" + ("" if mode is module.memory else f" (the stack's own is {module.memory!r})")
     how = [repr(module.streams)] if hasattr(module, "streams") else []
-    how += sorted({type(step.coupling).__name__ for step in stack.program})
-    return Stack(stack.name, type(module).__name__, len(stack.program), memory, ", ".join(how) + str(module.precision))
+    how += sorted({type(step.coupling).__name__.replace("OnGrid", "Additive") for step in stack.program})
+    precision = str(module.precision).replace(repr(Grid()), "True")
+    return Stack(stack.name, type(module).__name__, len(stack.program), memory, ", ".join(how) + precision)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from retrograd.budget import BudgetError
 from retrograd.checking.reach import Change, is_same, outside_sources
 from retrograd.checking.report import Drift, Problem
 from retrograd.checking.runs import Evidence, Gap, Stack, Taken, gap_of, largest, rounding
@@ -83,7 +84,8 @@ def _faults(evidence: Evidence, limit: float) -> Iterator[tuple[str, str, str, s
     if evidence.raised is not None:
         yield "determinism", f"raised when it ran again: {evidence.raised}", cause, fix, key
     elif evidence.excess > 1 or (evidence.differs and not limit):
-        what = f"returned something else when it ran again on the same input: {evidence.differs:.1e} of its size off."
+        size = f"{evidence.differs:.1e} of its size off" if math.isfinite(evidence.differs) else "of another shape, or all of it"
+        what = f"returned something else when it ran again on the same input: {size}."
         yield "determinism", what, cause, fix, key
     elif evidence.changed:
         what = f"changes Python state again when it is recomputed: {evidence.changed[0].text}."
@@ -286,6 +288,8 @@ def _of_error(error: Exception, explained: bool) -> Problem:
         if text:
             said[word] = text
     cause = said.get("Why") or said.get("Usual causes") or "it came up only when the network ran reversed."
+    if isinstance(error, BudgetError):
+        cause = "what the stack needs in any case is more than the budget allows."
     if explained:
         cause = "it follows from the problems above."
     fix = said.get("Fix", "memory=rg.Keep() does not recompute.")

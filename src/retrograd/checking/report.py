@@ -114,8 +114,9 @@ class Report:
 
     def __str__(self) -> str:
         lines = [self.verdict(), *(f"  {line}" for line in self.subject()), ""]
-        lines += _aligned([("", "kept", "reversed", ""), *self.figures()])
-        lines += ["", *_aligned(list(self.findings()))]
+        figures, findings = list(self.figures()), list(self.findings())
+        lines += _aligned([("", "kept", "reversed", ""), *figures]) + [""] if figures else []
+        lines += _aligned(findings)
         for number, problem in enumerate(self.problems, 1):
             lines += ["", *(f"{f'{number}. ' if not i else '   '}{line}" for i, line in enumerate(str(problem).splitlines()))]
         return "\n".join(lines)
@@ -123,7 +124,8 @@ class Report:
     def verdict(self) -> str:
         count = len(self.problems)
         if self.ok:
-            return "retrograd check: ok. Gradients and state are those of plain autograd."
+            where = " wherever these are finite" if any("not all finite" in note for note in self.notes) else ""
+            return f"retrograd check: ok. Gradients and state are those of plain autograd{where}."
         return f"retrograd check: {count} problem{'s' if count > 1 else ''}."
 
     def subject(self) -> Iterator[str]:
@@ -150,7 +152,11 @@ class Report:
         if self.gradients:
             name, worst = _worst(self.gradients)
             most = f"at most {worst:.1e} off ({name}), limit {self.limit:.0e}" if worst else "the same bits"
-            yield self._row("gradients", "gradients", f"{len(self.gradients)} of parameters and inputs: {most}")
+            text = f"{len(self.gradients)} of parameters and inputs: {most}"
+            if self._has("noise"):
+                yield "gradients", "?", f"cannot be judged: plain autograd is {self.noise:.1e} off itself"
+            else:
+                yield self._row("gradients", "gradients", text)
         if self.drift:
             worst = max(self.drift, key=lambda drift: _order(drift.relative))
             text = f"rebuilt streams: at most {worst.relative:.1e} off ({worst.stream!r} before {worst.name})"
@@ -164,7 +170,7 @@ class Report:
             yield "Python state", "WRONG" if self.state else "ok", text
         if self.gradients:
             wrong = [name for name, off in self.buffers.items() if off]
-            text = f"{len(self.buffers)}, updated once" if self.buffers else "none"
+            text = f"{len(self.buffers)}, as plain leaves them" if self.buffers else "none"
             yield self._row("buffers", "buffers", text if not wrong else f"not as plain leaves them: {', '.join(wrong[:3])}")
             wrong = [name for name, same in self.random.items() if not same]
             text = f"{len(self.random)} generators, left where plain leaves them"
@@ -189,7 +195,7 @@ class Report:
         if self.problems:
             rows = [(p.where, p.what, p.cause, p.fix) for p in self.problems]
             parts.append(_table([("where", "what", "likely cause", "fix"), *rows], head=True))
-        worst = sorted(self.gradients.items(), key=lambda item: -_order(item[1]))[:10]
+        worst = sorted(((n, off) for n, off in self.gradients.items() if off), key=lambda item: -_order(item[1]))[:10]
         if worst:
             parts.append(_table([("gradient", "relative difference"), *((n, f"{off:.1e}") for n, off in worst)], head=True))
         with contextlib.suppress(ImportError):
@@ -220,7 +226,7 @@ class Report:
             for name, colour, course, peak in zip(("kept", "reversed"), ("#8c959f", "#0969da"), self.course, self.peak):
                 x = [_progress(i, course) for i in range(len(course.bytes))]
                 y = [b / MIB for b in course.bytes]
-                memory.plot(x, y, color=colour, label=f"{name}: {human(peak)} of activations")
+                memory.plot(x, y, color=colour, label=f"{name}: {human(peak)} at most, less gradients")
                 memory.fill_between(x, y, color=colour, alpha=0.15, linewidth=0)
             memory.axvline(1, color="gray", linewidth=0.5)
             top = 1.3 * max(max(course.bytes, default=1) for course in self.course) / MIB  # with room for the legend
@@ -229,11 +235,11 @@ class Report:
             memory.tick_params(axis="x", length=0)
             memory.set_title("memory over the course of one step")
             memory.legend(frameon=False, loc="upper left")
-        floor = 1e-17
         for name, points in self._lines():
-            drift.plot([p.update for p in points], [max(p.relative, floor) for p in points], label=name)
+            drift.plot([p.update for p in points], [p.relative or math.nan for p in points], label=name)  # no zero on a log axis
         if self.drift:
-            drift.axhline(self.limit or floor, color="gray", linewidth=0.5, linestyle="--")
+            if self.limit:
+                drift.axhline(self.limit, color="gray", linewidth=0.5, linestyle="--")
             drift.set(yscale="log", xlabel="update that backward has rebuilt the streams to", ylabel="relative error")
             values = [p.relative for p in self.drift if 0 < p.relative < math.inf] or [1e-16]
             drift.set_ylim(min(values) / 3, max([*values, self.limit]) * 3)
@@ -299,6 +305,14 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 def _table(rows: Sequence[Sequence[str]], head: bool = False) -> str:
     def cells(row: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f'<{tag} style="text-align:left">{html.escape(cell)}</{tag}>' for cell in row) + "</tr>"
+        return "<tr>" + "".join(f'<{tag} style="{style(cell)}">{html.escape(cell)}</{tag}>' for cell in row) + "</tr>"
 
-    return "<table>" + "".join(cells(row, "th" if head and not i else "td") for i, row in enumerate(rows)) + "</table>"
+    def style(cell: str) -> str:
+        colour = {"ok": "; color:#1a7f37", "WRONG": "; color:#cf222e; font-weight:bold"}.get(cell, "")
+        return f"text-align:left; padding:2px 12px 2px 0{colour}"
+
+    return (
+        '<table style="margin:0.8em 0; border-collapse:collapse">'
+        + "".join(cells(row, "th" if head and not i else "td") for i, row in enumerate(rows))
+        + "</table>"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.html is not None:  # before the work, not after
         can_write(options.html)
-    if options.plot is not None:
-        can_draw(options.plot)
+    drawn = options.plot is not None and can_draw(options.plot)
     with theirs(options):
         module, args, kwargs = load(options.target)
         try:
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         except Exception as error:
             raise Mistake(f"{options.target}: {told(error)}.") from error
     try:
-        if options.plot is not None:
+        if drawn:
             draw(report.plot, options.plot)
         if options.html is not None:
             style = "<style>body { font: 15px sans-serif; margin: 2em } td, th { padding: 2px 10px 2px 0 }</style>"
@@ -70,13 +70,15 @@ def draw(plot: Callable[..., Any], path: Path, *others: Any) -> None:
         raise Mistake(f"{path}: {told(error)}.") from error
 
 
-def can_draw(path: Path) -> None:
-    """A mistake if matplotlib is not there, or does not know such a file."""
+def can_draw(path: Path) -> bool:
+    """Whether matplotlib is there, told if not; a mistake if it does not know such a file."""
     can_write(path)
     try:
         from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise Mistake(f"{path}: pictures need matplotlib (pip install matplotlib).") from error
+    except ImportError:
+        print(f"no picture {path}: matplotlib is not installed (pip install 'retrograd[plots]')", file=sys.stderr)
+        return False
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:
         raise Mistake(f"{path}: no such kind of picture; there are .{', .'.join(sorted(known))}.")
+    return True

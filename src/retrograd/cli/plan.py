@@ -37,8 +37,7 @@ def run(options: argparse.Namespace) -> int:
     from retrograd.core.errors import RetrogradError
 
     modes = [_mode(text) for text in options.memory]
-    if options.plot is not None:
-        can_draw(options.plot)
+    drawn = options.plot is not None and can_draw(options.plot)
     found: list[tuple[str, Any]] = []
     with theirs(options):
         module, args, kwargs = load(options.target)
@@ -57,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
             raise Mistake(f"{options.target}: {told(error)}.") from error
     if not found:
         raise Mistake(f"{options.target}: no stack of retrograd ran, so there is nothing to plan.")
-    if options.plot is not None:
+    if drawn:
         first, *others = [plan for name, plan in found if name == found[0][0]]
         try:
             draw(first.draw, options.plot, *others)

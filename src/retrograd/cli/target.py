@@ -82,7 +82,7 @@ def _import(home: str, target: str) -> Any:
 def _unpacked(made: Any, target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         what = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
-        raise Mistake(f"{target} returned {what}, not (module, args) or (module, args, kwargs).")
+        raise Mistake(f"{target} returned {what}, not (module, args) or (module, args, kwargs): write return module, (x,)")
     module, args, kwargs = (*made, {})[:3]
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     if not isinstance(kwargs, dict):
@@ -97,6 +97,11 @@ def told(error: BaseException) -> str:
         text = " ".join(str(error).split())
     except Exception:  # its own text fails
         text = ""
-    ours = frames and Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
-    at = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames and not ours else ""
+    package = Path(__file__).parents[1]
+    own = [
+        f
+        for f in frames
+        if not Path(f.filename).is_relative_to(package) and "-packages" not in f.filename and f.filename[0] != "<"
+    ]
+    at = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {text:.300}{at}" if text else f"{type(error).__name__}{at}"

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -50,7 +51,9 @@ def add(commands: Any) -> None:
         metavar="{reverse,keep,SIZE}",
         help='reverse: the least; keep: plain autograd; a size such as "200 MiB" or "25%%": the fastest step within it (reverse)',
     )
-    train.add_argument("--exact", action="store_true", help="gradients bit-identical to --memory keep, for 2 %% of time")
+    train.add_argument(
+        "--exact", action="store_true", help="gradients bit-identical to those of --memory keep --exact, for 2 %% of time"
+    )
     train.add_argument("--compile", action="store_true", help="compile the layers (takes a minute before the first step)")
     train.add_argument("--shard", action="store_true", help="FSDP2: every process has a part of the weights (with torchrun)")
     train.add_argument("--seed", type=int, help="of weights, batches and dropout (0)")
@@ -247,4 +250,6 @@ def _finish(run: Any, options: argparse.Namespace) -> None:
         return
     print(report.table(facts, f"def {sample}"))
     names = ", ".join(["configuration.json", "metrics.jsonl", "checkpoints", *(path.name for path in pictures)])
-    print(f"\n{run.folder}: {names}\ngo on writing: retrograd sample {run.folder} --prompt 'import '")
+    started = Path(sys.argv[0])
+    program = "retrograd" if shutil.which("retrograd") or started.name != "retrograd" else shlex.quote(str(started))
+    print(f"\n{run.folder}: {names}\ngo on writing: {program} sample {run.folder} --prompt 'import '")

@@ -76,8 +76,8 @@ def out_of_range(where: str, stream: str, value: float, largest: float, limit: f
 
 def drifted(where: str, stream: str, error: float, limit: float) -> RetrogradError:
     what = f"rebuilt stream {stream!r} is off by {error:.0e} of its size; healthy networks of this dtype stay below {limit:.0e}."
-    why = "undoing an update rounds, and the errors add up; gradients of the updates before this one are about that much off."
-    fix = "exact=True restores every bit; rg.Additive() and a wider stream_dtype drift less; drift='ignore' accepts it."
+    why = "undoing an update rounds, and the errors add up; or a function did something else in recompute."
+    fix = "rg.check(model, x) tells which. exact=True restores every bit; rg.Additive() and a wider stream_dtype drift less."
     return explain(DriftError, where, what, why, fix)
 
 
@@ -170,7 +170,7 @@ def already_passed(where: str) -> RetrogradError:
 def not_exact(where: str, stream: str, error: float) -> RetrogradError:
     what = f"rebuilt stream {stream!r} is off by {error:.1e}, and with exact=True nothing may be off."
     why = "a function gave another output in recompute: it has state outside its modules, or its kernels are not deterministic."
-    fix = "keep such state alone with rg.is_recomputing(); torch.use_deterministic_algorithms(True) shows kernels that are not."
+    fix = "rg.check(model, x) names it; rg.is_recomputing(); torch.use_deterministic_algorithms(True) shows kernels that are not."
     return explain(RecomputeError, f"the walk back to {where}:", what, why, fix)
 
 
@@ -179,7 +179,7 @@ def wrong_arrival(where: str, stream: str, error: float, scale: float, limit: fl
     why = (
         "a function gave another output in recompute (state outside its modules), or rounding grew on the way (momentum, affine)."
     )
-    fix = "keep such state alone with rg.is_recomputing(); see how memory=rg.Keep() differs; prefer exact=True or wider streams."
+    fix = "rg.check(model, x) tells which; leave such state alone with rg.is_recomputing(); prefer exact=True or wider streams."
     return explain(RecomputeError, f"the walk back to {where}", what, why, fix)
 
 
@@ -191,7 +191,7 @@ def other_recompute(where: str, then: list[Any], now: list[Any]) -> RetrogradErr
     return RecomputeError(
         f"{where} saved {len(then)} tensors in forward and {len(now)} in recompute.\n"
         f"  First difference: forward saved {a}, recompute {b}.\n"
-        "  Usual causes: a cache that grows on each call, routing that depends on rounding, state outside the module;\n"
+        "  Usual causes: a cache that grows on each call, Python's or NumPy's random, routing that depends on rounding;\n"
         "  an attribute (an adapter, a flag) or a backend (sdpa_kernel) that was another one when forward ran.\n"
-        "  Fix: rg.is_recomputing() lets the function leave such state alone; memory=rg.Keep() does not recompute."
+        "  Fix: rg.check(model, x) names it; rg.is_recomputing() lets the function leave such state alone."
     )

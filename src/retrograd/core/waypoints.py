@@ -14,6 +14,7 @@ On an exact stack nothing is rounded, and any difference raises.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from math import isfinite
 from operator import sub
@@ -91,7 +92,15 @@ class Waypoints:
             if self.drift == "raise":
                 raise drifted
             self.backstage.warned = True
-            warnings.warn(str(drifted), errors.DriftWarning, stacklevel=2)
+            warnings.warn(str(drifted), errors.DriftWarning, stacklevel=_callers_level())
+
+
+def _callers_level() -> int:
+    """Of whoever called backward: neither this library nor torch."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("retrograd", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def samples(state: State) -> Samples:
