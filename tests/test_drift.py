@@ -215,3 +215,14 @@ def test_the_guard_sees_little_and_costs_little():
 def test_samples_are_the_same_whatever_the_strides():
     x = torch.randn(6, 10, 4)
     assert waypoints.sample(x) == waypoints.sample(x.transpose(0, 2).contiguous().transpose(0, 2))
+
+
+def test_streams_of_zeros_that_come_back_otherwise():
+    """There is no size to be relative to."""
+
+    def otherwise(x):
+        return x.tanh() + float(rg.is_recomputing())
+
+    stack = rg.ReversibleSequence([(otherwise, otherwise) for _ in range(4)])
+    with pytest.raises(rg.RecomputeError, match="is off by inf of its size"):
+        stack(torch.zeros(2, 4, requires_grad=True)).sum().backward()

@@ -7,7 +7,7 @@ stand here together, so that they read alike; who raises one knows only the fact
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import frexp, isfinite
+from math import frexp, inf, isfinite
 from typing import Any
 
 
@@ -175,7 +175,8 @@ def not_exact(where: str, stream: str, error: float) -> RetrogradError:
 
 
 def wrong_arrival(where: str, stream: str, error: float, scale: float, limit: float) -> RetrogradError:
-    what = f"did not arrive where forward was: stream {stream!r} is off by {error / scale:.1e} of its size (limit {limit:.0e})."
+    size = error / scale if scale else inf
+    what = f"did not arrive where forward was: stream {stream!r} is off by {size:.1e} of its size (limit {limit:.0e})."
     why = (
         "a function gave another output in recompute (state outside its modules), or rounding grew on the way (momentum, affine)."
     )
