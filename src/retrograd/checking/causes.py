@@ -80,16 +80,15 @@ def _faults(evidence: Evidence, limit: float) -> Iterator[tuple[str, str, str, s
         cause = "it writes to its input through .data, NumPy or another view that autograd does not count."
         fix = "use the out-of-place operation, or start the function with x.clone()."
         yield "input", "changed its input in place.", cause, fix, ""
-    cause, fix, key = _cause(evidence)
     if evidence.raised is not None:
-        yield "determinism", f"raised when it ran again: {evidence.raised}", cause, fix, key
+        yield "determinism", f"raised when it ran again: {evidence.raised}", *_cause(evidence)
     elif evidence.excess > 1 or (evidence.differs and not limit):
         size = f"{evidence.differs:.1e} of its size off" if math.isfinite(evidence.differs) else "of another shape, or all of it"
         what = f"returned something else when it ran again on the same input: {size}."
-        yield "determinism", what, cause, fix, key
+        yield "determinism", what, *_cause(evidence)
     elif evidence.changed:
         what = f"changes Python state again when it is recomputed: {evidence.changed[0].text}."
-        yield "state", what, cause, fix, key
+        yield "state", what, *_cause(evidence)
 
 
 def _cause(evidence: Evidence) -> tuple[str, str, str]:
@@ -104,7 +103,7 @@ def _cause(evidence: Evidence) -> tuple[str, str, str]:
         return f"it draws from {source}, which nobody replays.", DRAW, source
     order = ("random", "cache", "tensor", "counter", "value")
     for change in sorted(evidence.changed, key=lambda change: order.index(change.kind)):
-        return *_of_change(change, evidence.name), f"{change.kind} {_own(change.path, evidence.name)}"
+        return *_of_change(change), f"{change.kind} {_own(change.path, evidence.name)}"
     sources = outside_sources(evidence.name, evidence.fn)
     if sources:
         return (
@@ -117,7 +116,7 @@ def _cause(evidence: Evidence) -> tuple[str, str, str]:
     return cause, fix, "unknown"
 
 
-def _of_change(change: Change, name: str) -> tuple[str, str]:
+def _of_change(change: Change) -> tuple[str, str]:
     text = change.text
     if change.kind == "cache":
         return f"a cache that grows on each call, also in recompute: {text}.", f"{LEAVE_ALONE}; or {AS_ARGUMENT}."

@@ -120,11 +120,9 @@ def _of_object(path: str, value: Any, without: Collection[str] = ()) -> Iterator
     held = getattr(value, "__dict__", {})
     yield from (Seen(_joined(path, key), held, key, inner) for key, inner in list(held.items()) if key not in without)
     for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for key in (slots,) if isinstance(slots, str) else slots:
-            if is_someones(cls) and key not in ("__dict__", "__weakref__"):
-                with contextlib.suppress(AttributeError):
-                    yield Seen(_joined(path, key), value, key, getattr(value, key))
+        for key in slots_of(cls) if is_someones(cls) else ():
+            with contextlib.suppress(AttributeError):
+                yield Seen(_joined(path, key), value, key, getattr(value, key))
         if is_ones_own(cls):
             yield from (seen for seen in _of_class(path, cls) if seen.key not in held)
 
@@ -137,6 +135,12 @@ def _of_class(path: str, cls: type) -> Iterator[Seen]:
             yield from _of_function(path, inner.__func__)
         elif not key.startswith("__") and not hasattr(inner, "__get__"):
             yield Seen(_joined(path, key), cls, key, inner)
+
+
+def slots_of(cls: type) -> list[str]:
+    """The names in its `__slots__` that hold values."""
+    slots = vars(cls).get("__slots__", ())
+    return [key for key in ((slots,) if isinstance(slots, str) else slots) if key not in ("__dict__", "__weakref__")]
 
 
 def _joined(path: str, key: str) -> str:
@@ -329,18 +333,13 @@ class Snapshot:
 
     def restore(self) -> None:
         """As it was, on new copies of the buffers."""
-        self._put_back()
-        copies: dict[int, Tensor] = {}
+        self.release()
+        copies = {id(buffer): copy_of(buffer) for *_, buffer in self._buffers}
         for slot, name, buffer in self._buffers:
-            slot[name] = copies.setdefault(id(buffer), _copy_of(buffer))
+            slot[name] = copies[id(buffer)]
 
     def release(self) -> None:
         """As it was, for good."""
-        self._put_back()
-        for slot, name, buffer in self._buffers:
-            slot[name] = buffer
-
-    def _put_back(self) -> None:
         failed = None
         for undo in reversed(self._undo):
             try:
@@ -404,8 +403,9 @@ class Snapshot:
             self._undo.append(lambda: _put(seen.place, seen.key, again(value)))
 
 
-def _copy_of(buffer: Tensor) -> Tensor:
-    return buffer.detach().clone().requires_grad_(buffer.requires_grad)
+def copy_of(tensor: Tensor) -> Tensor:
+    """A leaf of its own that wants gradients if this one does."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _put(place: Any, key: Any, value: Any) -> None:
@@ -489,7 +489,7 @@ def random_states() -> dict[str, Any]:
     return dict(state for _, state in global_generators())
 
 
-def replayed_by_the_engine(functions: Iterable[Any]) -> set[int]:
+def replayed_by_the_engine(function: Any) -> set[int]:
     """Modules and generators that recompute sees as forward saw them, by id."""
-    found = [Holdings((fn,)) for fn in functions]
-    return {id(value) for holdings in found for value in (*holdings.modules, *holdings.generators)}
+    holdings = Holdings((function,))
+    return {id(value) for value in (*holdings.modules, *holdings.generators)}

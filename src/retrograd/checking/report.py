@@ -10,9 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from retrograd.budget import human
-
-MIB = 2**20
+from retrograd.budget import MIB, human
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import random
-import sys
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -22,7 +20,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from retrograd.checking.reach import Change, Snapshot, changes, is_same, look, random_states, replayed_by_the_engine, visible
+from retrograd.checking.reach import (
+    Change,
+    Snapshot,
+    changes,
+    copy_of,
+    is_same,
+    look,
+    print_of,
+    random_states,
+    replayed_by_the_engine,
+    slots_of,
+    visible,
+)
 from retrograd.core.holdings import Holdings
 from retrograd.core.memory import Keep, Reverse
 from retrograd.core.private import pytree
@@ -299,7 +309,9 @@ class Alone(Drifting):
             return step.fn(*reads, **arguments)
         name, again = self.names[id(step)], is_recomputing()
         evidence = self.evidence.setdefault(name, Evidence(name, step.fn))
-        replayed = self.replayed.setdefault(id(step.fn), replayed_by_the_engine((step.fn,)))
+        if id(step.fn) not in self.replayed:
+            self.replayed[id(step.fn)] = replayed_by_the_engine(step.fn)
+        replayed = self.replayed[id(step.fn)]
         before, given = look(name, step.fn, replayed), _values((reads, arguments))
         if not again and evidence.reads_target is None:
             evidence.reads_target = _holder(name, step.fn, replayed, self.target, given)
@@ -350,11 +362,8 @@ def _holder(path: str, fn: Any, replayed: set[int], target: tuple[Tensor, ...], 
 
 
 def _unreplayed() -> dict[str, Any]:
-    states: dict[str, Any] = {"Python's random": random.getstate()}
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        states["NumPy's generator"] = (kind, keys.tobytes(), *rest)
-    return states
+    """The global generators that are not torch's."""
+    return {name: state for name, state in random_states().items() if not name.startswith("torch")}
 
 
 # --- bytes and time
@@ -427,7 +436,7 @@ def as_written(module: nn.Module) -> Iterator[None]:
 def _copies(leaves: list[Any]) -> list[Any]:
     """Tensors of their own, one for each: a tensor that is given twice stays one."""
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-    copies = {key: leaf.detach().clone().requires_grad_(leaf.requires_grad) for key, leaf in tensors.items()}
+    copies = {key: copy_of(leaf) for key, leaf in tensors.items()}
     return [copies.get(id(leaf), leaf) for leaf in leaves]
 
 
@@ -446,14 +455,10 @@ def _tensors(value: Any, depth: int = 4) -> list[Tensor]:
         if isinstance(leaf, Tensor):
             found.append(leaf)
         elif depth and not isinstance(leaf, (nn.Module, type, str, types.FunctionType)):
-            slots = [name for cls in type(leaf).__mro__ for name in _names(vars(cls).get("__slots__", ()))]
+            slots = [name for cls in type(leaf).__mro__ for name in slots_of(cls)]
             inside = {**getattr(leaf, "__dict__", {}), **{n: getattr(leaf, n) for n in slots if hasattr(leaf, n)}}
             found += _tensors(inside, depth - 1) if inside else []
     return found
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _weights(tensor: Tensor, number: int) -> Tensor:
@@ -477,8 +482,7 @@ def _no_autocast() -> Iterator[None]:
 
 
 def _own_generators(module: nn.Module) -> dict[str, Any]:
-    found = {seen.path: seen.value for seen in visible("", module) if isinstance(seen.value, torch.Generator)}
-    return {path: bytes(generator.get_state().tolist()) for path, generator in found.items()}
+    return {seen.path: print_of(seen.value) for seen in visible("", module) if isinstance(seen.value, torch.Generator)}
 
 
 def _held(holdings: Holdings) -> Iterator[tuple[str, Tensor]]:

@@ -42,9 +42,9 @@ def run(options: argparse.Namespace) -> int:
             report = rg.check(module, *args, **kwargs)
         except Exception as error:
             raise Mistake(f"{options.target}: {told(error)}.") from error
+    if drawn:
+        draw(report.plot, options.plot)
     try:
-        if drawn:
-            draw(report.plot, options.plot)
         if options.html is not None:
             style = "<style>body { font: 15px sans-serif; margin: 2em } td, th { padding: 2px 10px 2px 0 }</style>"
             head = f'<!doctype html><meta charset="utf-8"><title>retrograd check</title>{style}'
@@ -64,8 +64,8 @@ def can_write(path: Path) -> None:
 def draw(plot: Callable[..., Any], path: Path, *others: Any) -> None:
     try:
         plot(path, *others)
-    except OSError:
-        raise
+    except OSError as error:
+        raise Mistake(f"{error.strerror or error}: {error.filename}.") from error
     except Exception as error:  # of a kind of picture that needs more than matplotlib
         raise Mistake(f"{path}: {told(error)}.") from error
 

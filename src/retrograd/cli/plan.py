@@ -58,10 +58,7 @@ def run(options: argparse.Namespace) -> int:
         raise Mistake(f"{options.target}: no stack of retrograd ran, so there is nothing to plan.")
     if drawn:
         first, *others = [plan for name, plan in found if name == found[0][0]]
-        try:
-            draw(first.draw, options.plot, *others)
-        except OSError as error:
-            raise Mistake(f"{error.strerror or error}: {error.filename}.") from error
+        draw(first.draw, options.plot, *others)
     if options.json:
         print(json.dumps([{"stack": name, **_data(plan)} for name, plan in found], indent=2))
     else:
