@@ -1,13 +1,16 @@
-"""The line between time and memory: plain autograd, per-block checkpointing, and retrograd at several budgets.
+"""The line between time and memory: plain autograd, per-block checkpointing, and retrograd at
+several budgets.
 
     python -m benchmarks.budget [--rounds 15] [--scale]
 
-24 transformer blocks of width 128, 4 x 256 tokens, float32. Bytes are exact, FLOPs as torch counts them, both of the step after
-the plan is settled; time is the median of ratios to plain of steps run in turn. Writes docs/figures/budget.jsonl and budget.svg,
-and docs/figures/plan.svg: bytes over the course of a step.
+24 transformer blocks of width 128, 4 x 256 tokens, float32. Bytes are exact, FLOPs as torch counts
+them, both of the step after the plan is settled; time is the median of ratios to plain of steps run
+in turn. Writes docs/figures/budget.jsonl and budget.svg, and docs/figures/plan.svg: bytes over the
+course of a step.
 
-With `--scale` instead: 1,024 blocks, and a sequence of 65,536 tokens through 24 blocks with attention in windows of 256; and what
-plain autograd would have needed, counted from what autograd saves of each function.
+With `--scale` instead: 1,024 blocks, and a sequence of 65,536 tokens through 24 blocks with
+attention in windows of 256; and what plain autograd would have needed, counted from what autograd
+saves of each function.
 """
 
 from __future__ import annotations
@@ -72,7 +75,15 @@ def line(rounds: int) -> list[dict[str, Any]]:
         network.zero_grad()
         ratio = statistics.median(a / b for a, b in zip(times[name], times["plain autograd"]))
         of_plain = flops(network, x) / counted
-        rows.append({"name": name, "limit": limit, "peak": peak(network, x), "flops": of_plain, "time": ratio})
+        rows.append(
+            {
+                "name": name,
+                "limit": limit,
+                "peak": peak(network, x),
+                "flops": of_plain,
+                "time": ratio,
+            }
+        )
     return rows
 
 
@@ -82,15 +93,28 @@ def draw(rows: list[dict[str, Any]]) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "retrograd", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    plt.rcParams.update(
+        {
+            "svg.hashsalt": "retrograd",
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
+    )
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharex=True, layout="constrained")
     for axis, what in zip(axes, ("flops", "time")):
-        ours = sorted((row["peak"] / MIB, row[what]) for row in rows if "checkpoint per" not in row["name"])
-        axis.plot(*zip(*ours), marker="o", markersize=4, label="retrograd: Reverse(), budgets, Keep()")
+        ours = sorted(
+            (row["peak"] / MIB, row[what]) for row in rows if "checkpoint per" not in row["name"]
+        )
+        axis.plot(
+            *zip(*ours), marker="o", markersize=4, label="retrograd: Reverse(), budgets, Keep()"
+        )
         (other,) = [row for row in rows if row["name"] == "checkpoint per block"]
         axis.plot(other["peak"] / MIB, other[what], "kx", label="torch.utils.checkpoint per block")
         axis.set(
-            xscale="log", xlabel="MiB of activations", ylabel=f"{'FLOPs' if what == 'flops' else 'time'} of a step, plain = 1"
+            xscale="log",
+            xlabel="MiB of activations",
+            ylabel=f"{'FLOPs' if what == 'flops' else 'time'} of a step, plain = 1",
         )
         axis.set_xticks([8, 16, 32, 64, 128], ["8", "16", "32", "64", "128"])
         axis.minorticks_off()
@@ -123,7 +147,10 @@ def dispatch() -> None:
             run()
             measured.append(time.perf_counter() - start)
     extra = statistics.median(times[both]) - statistics.median(times[neither])
-    print(f"looking at operations: {1e6 * extra / (2 * count.total):.0f} microseconds an operation, in forward and in recompute")
+    print(
+        f"looking at operations: {1e6 * extra / (2 * count.total):.0f} microseconds an operation, "
+        "in forward and in recompute"
+    )
 
 
 class Counted(TorchDispatchMode):
@@ -153,20 +180,26 @@ class Windows(Attention):
 def scale() -> None:
     for blocks, batch, tokens in ((1024, 4, 256), (24, 1, 65_536)):
         torch.manual_seed(0)
-        stack = rg.ReversibleSequence([(Windows(64, 4), FeedForward(64)) for _ in range(blocks)], streams=rg.Split())
+        stack = rg.ReversibleSequence(
+            [(Windows(64, 4), FeedForward(64)) for _ in range(blocks)], streams=rg.Split()
+        )
         x = torch.randn(batch, tokens, 128)
         plain = stack.plan(x).plain
         start = time.perf_counter()
         needed = activation_bytes(lambda: step(stack, x), stack.parameters())  # noqa: B023
         print(
-            f"{blocks:,} blocks of width 64, {batch} x {tokens:,} tokens: {needed / MIB:,.0f} MiB of activations, a step in "
-            f"{time.perf_counter() - start:.0f} s; plain autograd would have needed {plain / MIB:,.0f} MiB",
+            f"{blocks:,} blocks of width 64, {batch} x {tokens:,} tokens: {needed / MIB:,.0f} MiB "
+            "of activations, a step in "
+            f"{time.perf_counter() - start:.0f} s; plain autograd would have needed "
+            f"{plain / MIB:,.0f} MiB",
             flush=True,
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
     parser.add_argument("--scale", action="store_true", help="the large ones")
     arguments = parser.parse_args()
@@ -178,7 +211,10 @@ def main() -> None:
     print("| | allowed, MiB | needed, MiB | FLOPs | time |\n| --- | ---: | ---: | ---: | ---: |")
     for row in rows:
         limit = f"{row['limit'] / MIB:.1f}" if row["limit"] else ""
-        print(f"| {row['name']} | {limit} | {row['peak'] / MIB:.1f} | {row['flops']:.3f} | {row['time']:.2f} |")
+        print(
+            f"| {row['name']} | {limit} | {row['peak'] / MIB:.1f} | {row['flops']:.3f} | "
+            f"{row['time']:.2f} |"
+        )
     print()
     course()
     dispatch()

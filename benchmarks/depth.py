@@ -1,4 +1,5 @@
-"""Activation memory against depth: plain autograd, checkpointing per block, retrograd. Bytes are exact.
+"""Activation memory against depth: plain autograd, checkpointing per block, retrograd. Bytes are
+exact.
 
 python -m benchmarks.depth [--depths 8 32 128]
 """
@@ -14,8 +15,12 @@ from retrograd.measure import activation_bytes
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--depths", type=int, nargs="+", default=[8, 32, 128], help="numbers of blocks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--depths", type=int, nargs="+", default=[8, 32, 128], help="numbers of blocks"
+    )
     depths = parser.parse_args().depths
     size = replace(SIZES["tiny"], tokens=256)
     print(f"MiB of activations; width {size.width}, {size.batch} x {size.tokens} tokens")

@@ -1,10 +1,11 @@
-"""What exact reversal costs, against `exact=False` in the same run; and what the other ways to be exact would cost.
+"""What exact reversal costs, against `exact=False` in the same run; and what the other ways to be
+exact would cost.
 
     python -m benchmarks.exact [--rounds 40]
 
-First a training step of 8 blocks of width 256 (2 x 512 tokens): time as the median of ratios of steps run in turn, activation
-bytes exact. Then the arithmetic alone, of one update and its undoing on one such stream: a grid in float32, in float64, and
-whole numbers.
+First a training step of 8 blocks of width 256 (2 x 512 tokens): time as the median of ratios of
+steps run in turn, activation bytes exact. Then the arithmetic alone, of one update and its undoing
+on one such stream: a grid in float32, in float64, and whole numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ KINDS: dict[str, dict[str, Any]] = {
 def steps(rounds: int) -> None:
     size = SIZES["large"]
     blocks, x = pairs(size), example(size)
-    stacks = {n: rg.ReversibleSequence(copy.deepcopy(blocks), streams=rg.Split(), **options) for n, options in KINDS.items()}
+    stacks = {
+        n: rg.ReversibleSequence(copy.deepcopy(blocks), streams=rg.Split(), **options)
+        for n, options in KINDS.items()
+    }
     stream = x.nbytes // 2
     times: dict[str, list[float]] = {name: [] for name in stacks}
     check = Run.note_range
@@ -56,7 +60,9 @@ def steps(rounds: int) -> None:
 
 
 def arithmetic(rounds: int) -> None:
-    """An update and its undoing: round the output, add it, read the stream; round it again, subtract."""
+    """An update and its undoing: round the output, add it, read the stream; round it again,
+    subtract.
+    """
     x, out = torch.randn(2, 512, 256), torch.randn(2, 512, 256)
     wide, whole = x.double(), (x * 2**16).to(torch.int32)
 
@@ -69,8 +75,16 @@ def arithmetic(rounds: int) -> None:
     ways: dict[str, Callable[[], Any]] = {
         "float32, not exact": lambda: (x + out).sub_(out),
         "float32, multiples of 2**-16": lambda: (x + on_grid(x, 16)).sub_(on_grid(x, 16)),
-        "float64, multiples of 2**-32": lambda: (y := wide + on_grid(wide, 32), y.float(), y.sub_(on_grid(wide, 32)).float()),
-        "int32, multiples of 2**-16": lambda: (y := whole + integers(), y * 2.0**-16, y.sub_(integers()) * 2.0**-16),
+        "float64, multiples of 2**-32": lambda: (
+            y := wide + on_grid(wide, 32),
+            y.float(),
+            y.sub_(on_grid(wide, 32)).float(),
+        ),
+        "int32, multiples of 2**-16": lambda: (
+            y := whole + integers(),
+            y * 2.0**-16,
+            y.sub_(integers()) * 2.0**-16,
+        ),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for i in range(10 * rounds + 10):
@@ -85,7 +99,9 @@ def arithmetic(rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=40, help="timed steps of each kind")
     rounds = parser.parse_args().rounds
     steps(rounds)

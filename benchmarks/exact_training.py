@@ -1,10 +1,12 @@
-"""The same network trained with and without exact reversal, on real text: does the grid change what is learned?
+"""The same network trained with and without exact reversal, on real text: does the grid change what
+is learned?
 
     python -m benchmarks.exact_training [--steps 300] [--blocks 12] [--draw-only]
 
-A byte-level language model (width 64, context 64, 16 sequences a step, AdamW) on the source of Python's standard library; one
-file in ten is held out. The same seed draws the same weights and the same batches for every kind. Losses go to
-docs/figures/exact_training.jsonl, the picture to docs/figures/exact_training.svg. About half an hour.
+A byte-level language model (width 64, context 64, 16 sequences a step, AdamW) on the source of
+Python's standard library; one file in ten is held out. The same seed draws the same weights and the
+same batches for every kind. Losses go to docs/figures/exact_training.jsonl, the picture to
+docs/figures/exact_training.svg. About half an hour.
 """
 
 from __future__ import annotations
@@ -49,20 +51,32 @@ class Model(nn.Module):
         self.tokens, self.places = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         pairs = [(Attention(WIDTH, 4, causal=True), FeedForward(WIDTH)) for _ in range(blocks)]
         self.stack = rg.ReversibleSequence(pairs, exact=exact, drift="ignore")
-        self.mix, self.head = nn.Linear(4 * WIDTH, WIDTH), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
+        self.mix, self.head = (
+            nn.Linear(4 * WIDTH, WIDTH),
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256)),
+        )
 
     def forward(self, text: Tensor) -> Tensor:
         inputs, targets = text[:, :-1], text[:, 1:]
         x = self.tokens(inputs)
-        x = self.mix(torch.cat([nn.functional.pad(x, (0, 0, i, -i)) for i in range(4)], -1))  # spelling is local
+        x = self.mix(
+            torch.cat([nn.functional.pad(x, (0, 0, i, -i)) for i in range(4)], -1)
+        )  # spelling is local
         h = self.stack(x + self.places.weight[: inputs.shape[1]])
-        return nn.functional.cross_entropy(self.head(h).flatten(0, 1).float(), targets.flatten()) / math.log(2)
+        return nn.functional.cross_entropy(
+            self.head(h).flatten(0, 1).float(), targets.flatten()
+        ) / math.log(2)
 
 
 def texts() -> tuple[Tensor, Tensor]:
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    parts = [b"".join(f.read_bytes() for i, f in enumerate(files) if (i % 10 == 0) == held_out) for held_out in (False, True)]
-    train, held_out = (torch.frombuffer(bytearray(part), dtype=torch.uint8).long() for part in parts)
+    parts = [
+        b"".join(f.read_bytes() for i, f in enumerate(files) if (i % 10 == 0) == held_out)
+        for held_out in (False, True)
+    ]
+    train, held_out = (
+        torch.frombuffer(bytearray(part), dtype=torch.uint8).long() for part in parts
+    )
     return train, held_out
 
 
@@ -76,10 +90,14 @@ def train(kind: Kind, steps: int, blocks: int, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model, generator = Model(blocks, kind.exact), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 1e-2, total_steps=steps, pct_start=0.1
+    )
     largest = [0.0]
     for fn in model.stack.blocks[-1].children():
-        fn.register_forward_pre_hook(lambda _, args: largest.append(args[0].detach().abs().max().item()))
+        fn.register_forward_pre_hook(
+            lambda _, args: largest.append(args[0].detach().abs().max().item())
+        )
 
     def loss(text: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16) if kind.autocast else contextlib.nullcontext():
@@ -106,10 +124,21 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "retrograd", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    plt.rcParams.update(
+        {
+            "svg.hashsalt": "retrograd",
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
+    )
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
-    for axis, kinds in zip(axes, (("float32", "float32, exact"), ("bfloat16 autocast", "bfloat16 autocast, exact"))):
-        for name, style in zip(kinds, ({"linewidth": 3, "alpha": 0.4}, {"linewidth": 1, "color": "black"})):
+    for axis, kinds in zip(
+        axes, (("float32", "float32, exact"), ("bfloat16 autocast", "bfloat16 autocast, exact"))
+    ):
+        for name, style in zip(
+            kinds, ({"linewidth": 3, "alpha": 0.4}, {"linewidth": 1, "color": "black"})
+        ):
             runs = [row["losses"] for row in rows if row["kind"] == name]
             mean = torch.tensor(runs).mean(0)
             smooth = [mean[max(0, i - 9) : i + 1].mean().item() for i in range(len(mean))]
@@ -123,12 +152,18 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument(
-        "--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="measure these, keep others as they were"
+        "--kinds",
+        nargs="+",
+        choices=list(KINDS),
+        default=list(KINDS),
+        help="measure these, keep others as they were",
     )
     parser.add_argument("--draw-only", action="store_true", help="draw what was measured before")
     arguments = parser.parse_args()
@@ -138,12 +173,21 @@ def main() -> None:
         rows = [row for row in rows if row["kind"] not in arguments.kinds]
         for seed in range(arguments.seeds):
             for name in arguments.kinds:
-                rows.append({"kind": name, "seed": seed, **train(KINDS[name], arguments.steps, arguments.blocks, seed)})
+                rows.append(
+                    {
+                        "kind": name,
+                        "seed": seed,
+                        **train(KINDS[name], arguments.steps, arguments.blocks, seed),
+                    }
+                )
                 print(f"seed {seed}, {name}: {rows[-1]['held_out']}", flush=True)
         FIGURES.mkdir(parents=True, exist_ok=True)
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     seeds = sorted({row["seed"] for row in rows})
-    print(f"| held out, bits per byte | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | largest value |")
+    print(
+        f"| held out, bits per byte | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | "
+        "largest value |"
+    )
     print(f"| --- |{' ---: |' * (len(seeds) + 2)}")
     for name in KINDS:
         own = [row for row in rows if row["kind"] == name]

@@ -2,9 +2,10 @@
 
     python -m benchmarks.overhead [--rounds 60] [--promises]
 
-On tiny blocks, where bookkeeping shows: microseconds per update, forward and backward, of plain autograd, of `Floor` (hooks,
-recompute and subtraction; no checks, no replay of anything, no errors), of retrograd, and of the peers that are installed.
-With `--promises`, also retrograd without what one promise or another asks of it: what that promise costs.
+On tiny blocks, where bookkeeping shows: microseconds per update, forward and backward, of plain
+autograd, of `Floor` (hooks, recompute and subtraction; no checks, no replay of anything, no
+errors), of retrograd, and of the peers that are installed. With `--promises`, also retrograd
+without what one promise or another asks of it: what that promise costs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from retrograd.core import replay, tape, walk, waypoints
 
 
 class Floor(nn.Module):
-    """Reversal with nothing around it: right for this one network, and wrong for nearly everything a user may do."""
+    """Reversal with nothing around it: right for this one network, and wrong for nearly everything
+    a user may do.
+    """
 
     def __init__(self, blocks: list[tuple[nn.Module, nn.Module]]) -> None:
         super().__init__()
@@ -70,10 +73,15 @@ class _Hooks:
         return tensor
 
 
-# What each promise asks the engine to do for every update, and the engine without it. (Never switched off outside this file.)
+# What each promise asks the engine to do for every update, and the engine without it. (Never
+# switched off outside this file.)
 PROMISES: dict[str, list[tuple[Any, str, Any]]] = {
-    "4, random draws replay: the generator's state": [(replay.Scene, "random_states", lambda scene: [])],
-    "7, buffers: what the function changed": [(replay.Scene, "changes", lambda scene, cast, seen: ([], True))],
+    "4, random draws replay: the generator's state": [
+        (replay.Scene, "random_states", lambda scene: [])
+    ],
+    "7, buffers: what the function changed": [
+        (replay.Scene, "changes", lambda scene, cast, seen: ([], True))
+    ],
     "12, another recompute raises: what autograd saved": [
         (tape, "meta", type),
         (walk.Walk, "compare", lambda *args: None),
@@ -112,7 +120,9 @@ class Without(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=60, help="timed steps of each contestant")
     parser.add_argument("--promises", action="store_true", help="also what each promise costs")
     options = parser.parse_args()
@@ -121,7 +131,10 @@ def main() -> None:
     x, networks = example(size), contestants(size)
     networks = {"plain": networks.pop("plain"), "floor": Floor(pairs(size)), **networks}
     if options.promises:
-        networks |= {f"without {name}": Without(networks["retrograd"], patches) for name, patches in PROMISES.items()}
+        networks |= {
+            f"without {name}": Without(networks["retrograd"], patches)
+            for name, patches in PROMISES.items()
+        }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in networks}
     for i in range(rounds + 5):
         for name, network in networks.items():
@@ -138,7 +151,10 @@ def main() -> None:
                 network.swap()
     updates = 2 * size.blocks
     plain = [sum(pair) for pair in times["plain"]]
-    print("| | forward, µs per update | backward, µs per update | step, plain = 1 |\n| --- | ---: | ---: | ---: |")
+    print(
+        "| | forward, µs per update | backward, µs per update | step, plain = 1 |\n| --- | ---: | "
+        "---: | ---: |"
+    )
     for name, pairs_ in times.items():
         forward, backward = (1e6 * statistics.median(column) / updates for column in zip(*pairs_))
         ratio = statistics.median(sum(pair) / reference for pair, reference in zip(pairs_, plain))

@@ -1,9 +1,11 @@
-"""How precisely each coupling is undone in float32: gradients of a deep stack, rebuilt against kept.
+"""How precisely each coupling is undone in float32: gradients of a deep stack, rebuilt against
+kept.
 
     python -m benchmarks.precision [--depth 24]
 
-Prints, for each coupling and kind of streams, the largest difference of any gradient, relative to the largest gradient; beside it
-what float32 itself costs: the same, kept, against float64. Blocks are attention and feed-forward, width 64, as initialised.
+Prints, for each coupling and kind of streams, the largest difference of any gradient, relative to
+the largest gradient; beside it what float32 itself costs: the same, kept, against float64. Blocks
+are attention and feed-forward, width 64, as initialised.
 """
 
 from __future__ import annotations
@@ -17,8 +19,16 @@ from torch import Tensor, nn
 import retrograd as rg
 from retrograd.bench.cases import Attention, FeedForward
 
-COUPLINGS: dict[str, Any] = {"Additive()": rg.Additive(), "Affine()": rg.Affine(), "Momentum(0.9)": rg.Momentum(0.9)}
-STREAMS: dict[str, Any] = {"Duplicate()": rg.Duplicate(), "Split()": rg.Split(), "AtRest()": rg.AtRest()}
+COUPLINGS: dict[str, Any] = {
+    "Additive()": rg.Additive(),
+    "Affine()": rg.Affine(),
+    "Momentum(0.9)": rg.Momentum(0.9),
+}
+STREAMS: dict[str, Any] = {
+    "Duplicate()": rg.Duplicate(),
+    "Split()": rg.Split(),
+    "AtRest()": rg.AtRest(),
+}
 
 
 class Twice(nn.Module):
@@ -32,7 +42,9 @@ class Twice(nn.Module):
         return self.scale(x), self.shift(x)
 
 
-def build(coupling: Any, streams: Any, depth: int, width: int = 64) -> tuple[rg.ReversibleSequence, Tensor]:
+def build(
+    coupling: Any, streams: Any, depth: int, width: int = 64
+) -> tuple[rg.ReversibleSequence, Tensor]:
     torch.manual_seed(0)
     pairs = []
     for _ in range(depth):
@@ -52,14 +64,21 @@ def gradients(stack: rg.ReversibleSequence, x: Tensor, memory: Any) -> list[Tens
 
 def difference(got: list[Tensor], expected: list[Tensor]) -> float:
     largest = max(gradient.abs().max().item() for gradient in expected)
-    return max((a.double() - b.double()).abs().max().item() for a, b in zip(got, expected)) / largest
+    return (
+        max((a.double() - b.double()).abs().max().item() for a, b in zip(got, expected)) / largest
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--depth", type=int, default=24, help="blocks")
     depth = parser.parse_args().depth
-    print("| coupling | streams | rebuilt against kept | float32 against float64 |\n| --- | --- | ---: | ---: |")
+    print(
+        "| coupling | streams | rebuilt against kept | float32 against float64 |\n| --- | --- | "
+        "---: | ---: |"
+    )
     for coupling_name, coupling in COUPLINGS.items():
         for streams_name, streams in STREAMS.items():
             stack, x = build(coupling, streams, depth)

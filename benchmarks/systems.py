@@ -1,9 +1,11 @@
-"""Each of the five systems: the original package's reversible module against retrograd's and against plain autograd.
+"""Each of the five systems: the original package's reversible module against retrograd's and
+against plain autograd.
 
     python -m benchmarks.systems [--rounds 11] [--out benchmarks/results/systems.jsonl]
 
-Bytes are exact. Times are medians of steps that were run in turn, as ratios to plain autograd. Originals come from PyPI
-(`benchmarks/peers.txt`); nuwa-pytorch imports torchvision, for which a stand-in does.
+Bytes are exact. Times are medians of steps that were run in turn, as ratios to plain autograd.
+Originals come from PyPI (`benchmarks/peers.txt`); nuwa-pytorch imports torchvision, for which a
+stand-in does.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ WIDTH, HEADS, BLOCKS = 128, 4, 8
 
 
 class Tokens(nn.Module):
-    """A transformer's function on tokens; on the channels of an image; or on features by degree. Other streams are added in."""
+    """A transformer's function on tokens; on the channels of an image; or on features by degree.
+    Other streams are added in.
+    """
 
     def __init__(self, kind: str, layout: str = "tokens") -> None:
         super().__init__()
@@ -51,7 +55,9 @@ class Tokens(nn.Module):
 
 
 class Entry(NamedTuple):
-    """A system: where its original is, how a stack is built from either module, and what it is called with."""
+    """A system: where its original is, how a stack is built from either module, and what it is
+    called with.
+    """
 
     name: str
     original: str
@@ -83,7 +89,11 @@ ENTRIES = [
         lambda: (leaf(2, 256, 2 * WIDTH),),
     ),
     Entry(
-        "nuwa", "nuwa_pytorch.reversible", nuwa, lambda module: module.ReversibleSequence(pairs()), lambda: (leaf(2, 256, WIDTH),)
+        "nuwa",
+        "nuwa_pytorch.reversible",
+        nuwa,
+        lambda module: module.ReversibleSequence(pairs()),
+        lambda: (leaf(2, 256, WIDTH),),
     ),
     Entry(
         "axial",
@@ -112,19 +122,37 @@ ENTRIES = [
 
 def step(network: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     output = network(*example, **kwargs)
-    outputs = output.values() if isinstance(output, dict) else output if isinstance(output, list) else [output]
+    outputs = (
+        output.values()
+        if isinstance(output, dict)
+        else output
+        if isinstance(output, list)
+        else [output]
+    )
     sum(value.square().mean() for value in outputs).backward()  # type: ignore[union-attr]
 
 
 def activation_mib(network: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    inputs = [t for value in example for t in (value.values() if isinstance(value, dict) else [value])]
-    return activation_bytes(lambda: step(network, example, kwargs), [*network.parameters(), *inputs]) / 2**20
+    inputs = [
+        t for value in example for t in (value.values() if isinstance(value, dict) else [value])
+    ]
+    return (
+        activation_bytes(lambda: step(network, example, kwargs), [*network.parameters(), *inputs])
+        / 2**20
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=11, help="timed steps of each contestant")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/systems.jsonl"), help="where rows are written")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmarks/results/systems.jsonl"),
+        help="where rows are written",
+    )
     options = parser.parse_args()
     rows = []
     print(f"the five systems: {BLOCKS} blocks, width {WIDTH}")
@@ -145,13 +173,28 @@ def main() -> None:
                 step(network, example, entry.kwargs)
                 if i >= 2:
                     times[name].append(time.perf_counter() - start)
-        mib = {name: activation_mib(network, example, entry.kwargs) for name, network in networks.items()}
-        ratio = {name: statistics.median(t / p for t, p in zip(times[name], times["plain"])) for name in networks}
+        mib = {
+            name: activation_mib(network, example, entry.kwargs)
+            for name, network in networks.items()
+        }
+        ratio = {
+            name: statistics.median(t / p for t, p in zip(times[name], times["plain"]))
+            for name in networks
+        }
         rows += [
-            {"system": entry.name, "who": n, "activation_mib": round(mib[n], 2), "time": round(ratio[n], 3)} for n in networks
+            {
+                "system": entry.name,
+                "who": n,
+                "activation_mib": round(mib[n], 2),
+                "time": round(ratio[n], 3),
+            }
+            for n in networks
         ]
         memory = " | ".join(f"{mib[name]:.1f}" for name in networks)
-        print(f"| {entry.name} | {memory} | {ratio['original']:.2f} | {ratio['retrograd']:.2f} |", flush=True)
+        print(
+            f"| {entry.name} | {memory} | {ratio['original']:.2f} | {ratio['retrograd']:.2f} |",
+            flush=True,
+        )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{len(rows)} rows in {options.out}")

@@ -12,7 +12,10 @@ from retrograd.bench.cases import CONTESTANTS
 
 SHOWN = ("retrograd", "checkpoint", "reformer-pytorch", "revtorch", "memcnn", "revlib")
 # These replay dropout only if asked to.
-OPTIONS: dict[str, dict[str, bool]] = {"revtorch": {"fix_random_seed": True}, "memcnn": {"preserve_rng_state": True}}
+OPTIONS: dict[str, dict[str, bool]] = {
+    "revtorch": {"fix_random_seed": True},
+    "memcnn": {"preserve_rng_state": True},
+}
 WIDTH, DEPTH, TOKENS, BATCH, OUTPUTS = 8, 4, 11, 4, 3
 
 
@@ -62,7 +65,11 @@ class Model(nn.Module):
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter once, under a name that does not depend on the contestant."""
-        parts = {"embedding": self.embedding, **{f"function {i}": fn for i, fn in enumerate(self.functions)}, "head": self.head}
+        parts = {
+            "embedding": self.embedding,
+            **{f"function {i}": fn for i, fn in enumerate(self.functions)},
+            "head": self.head,
+        }
         for part, module in parts.items():
             for name, parameter in module.named_parameters():
                 yield f"{part}, {name}", parameter
@@ -70,12 +77,18 @@ class Model(nn.Module):
 
 def build(contestant: str, functions: list[nn.Module]) -> nn.Module:
     """A stack of the contestant's: every two functions are a block."""
-    return CONTESTANTS[contestant](list(zip(functions[::2], functions[1::2])), **OPTIONS.get(contestant, {}))
+    return CONTESTANTS[contestant](
+        list(zip(functions[::2], functions[1::2])), **OPTIONS.get(contestant, {})
+    )
 
 
 def blocks_of(stack: nn.Module) -> list[nn.Module]:
     """The modules that a contestant calls one after another."""
-    blocks: Any = getattr(stack, "blocks", None) or getattr(stack, "reversible_blocks", None) or getattr(stack, "stem", None)
+    blocks: Any = (
+        getattr(stack, "blocks", None)
+        or getattr(stack, "reversible_blocks", None)
+        or getattr(stack, "stem", None)
+    )
     return list(blocks if blocks is not None else stack.children())
 
 
@@ -114,7 +127,9 @@ Steps = dict[str, dict[str, "Tensor | None"]]
 
 
 def autocast_step(model: Callable[..., Tensor], inner: Model) -> dict[str, Tensor | None]:
-    """The gradients of a step. Forward alone is under autocast, as its documentation wants it; backward is not."""
+    """The gradients of a step. Forward alone is under autocast, as its documentation wants it;
+    backward is not.
+    """
     tokens, targets = batch()
     with torch.autocast("cpu", torch.bfloat16):
         output = model(tokens)
@@ -122,7 +137,12 @@ def autocast_step(model: Callable[..., Tensor], inner: Model) -> dict[str, Tenso
     return gradients(inner)
 
 
-def steps(model: Callable[..., Tensor], inner: Model | None = None, count: int = 1, rank: int | None = None) -> Steps:
+def steps(
+    model: Callable[..., Tensor],
+    inner: Model | None = None,
+    count: int = 1,
+    rank: int | None = None,
+) -> Steps:
     """The gradients of so many steps of `model`, which wraps `inner`."""
     found = {}
     for step in range(count):

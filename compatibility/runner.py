@@ -1,6 +1,8 @@
-"""Processes for a row: new ones for every contestant, because a library may hang, die, or leave something behind.
+"""Processes for a row: new ones for every contestant, because a library may hang, die, or leave
+something behind.
 
-They are forked from a server that has imported torch and done nothing else, so that they start at once.
+They are forked from a server that has imported torch and done nothing else, so that they start at
+once.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ GROUP_LIMIT = 30.0  # and for a process to wait for another
 Outcome = dict[str, Any]  # verdict, detail, note
 
 
-def run(row: Row, contestant: str, limit: float = LIMIT, registry: str = "compatibility.rows") -> Outcome:
+def run(
+    row: Row, contestant: str, limit: float = LIMIT, registry: str = "compatibility.rows"
+) -> Outcome:
     """What became of a row of a registry, which is a module with `ROWS`."""
     with tempfile.TemporaryDirectory(prefix="compatibility-") as name:
         folder, outcome = Path(name), {}
@@ -40,14 +44,20 @@ def run(row: Row, contestant: str, limit: float = LIMIT, registry: str = "compat
         return outcome
 
 
-def _stage(row: Row, contestant: str, stage: int, count: int, folder: Path, limit: float, registry: str) -> Outcome:
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more would be processes that outlive a killed one
+def _stage(
+    row: Row, contestant: str, stage: int, count: int, folder: Path, limit: float, registry: str
+) -> Outcome:
+    os.environ.setdefault(
+        "TORCHINDUCTOR_COMPILE_THREADS", "1"
+    )  # more would be processes that outlive a killed one
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["compatibility.rows"])
     port = _free_port()
     files = [folder / f"{stage}-{rank}.json" for rank in range(count)]
     processes = [
-        context.Process(target=_work, args=(registry, row.key, contestant, stage, rank, count, folder, port))
+        context.Process(
+            target=_work, args=(registry, row.key, contestant, stage, rank, count, folder, port)
+        )
         for rank in range(count)
     ]
     for process in processes:
@@ -69,22 +79,43 @@ def _stage(row: Row, contestant: str, stage: int, count: int, folder: Path, limi
         else:
             code = process.exitcode or 0
             died = f"died of {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            detail = f"still running after {limit:.0f} s" if hung else f"{died}: {_last_line(folder / f'{stage}.log')}"
+            detail = (
+                f"still running after {limit:.0f} s"
+                if hung
+                else f"{died}: {_last_line(folder / f'{stage}.log')}"
+            )
             outcomes.append({"verdict": RAISED, "detail": detail, "note": ""})
-    return max(outcomes, key=lambda o: ((EQUAL, WRONG, RAISED).index(o["verdict"]), not _is_echo(o["detail"])))
+    return max(
+        outcomes,
+        key=lambda o: ((EQUAL, WRONG, RAISED).index(o["verdict"]), not _is_echo(o["detail"])),
+    )
 
 
 def _is_echo(detail: str) -> bool:
-    """If one process raises, its partner finds the connection closed, or never made: that is the lesser news."""
+    """If one process raises, its partner finds the connection closed, or never made: that is the
+    lesser news.
+    """
     return "Connection closed" in detail or "connectFullMesh" in detail
 
 
-def _work(registry: str, key: str, contestant: str, stage: int, rank: int, count: int, folder: Path, port: int) -> None:
+def _work(
+    registry: str,
+    key: str,
+    contestant: str,
+    stage: int,
+    rank: int,
+    count: int,
+    folder: Path,
+    port: int,
+) -> None:
     """In the process: run one stage, judge the last one, write the outcome."""
     log = os.open(folder / f"{stage}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
+    sys.stdout, sys.stderr = (
+        os.fdopen(1, "w", 1, closefd=False),
+        os.fdopen(2, "w", 1, closefd=False),
+    )
     import torch
     import torch.distributed as dist
 
@@ -96,13 +127,23 @@ def _work(registry: str, key: str, contestant: str, stage: int, rank: int, count
     try:
         expected = row.expected(Scene("plain", rank, folder)) if last else None
         if count > 1 and row.launched:
-            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0}
-            os.environ |= {name: str(number) for name, number in {**numbers, "MASTER_PORT": port}.items()}
+            numbers = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": count,
+                "LOCAL_WORLD_SIZE": count,
+                "GROUP_RANK": 0,
+            }
+            os.environ |= {
+                name: str(number) for name, number in {**numbers, "MASTER_PORT": port}.items()
+            }
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "compatibility"}
         elif count > 1:
             store = f"file://{folder}/{stage}.store"
             limit = timedelta(seconds=GROUP_LIMIT)
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=limit)
+            dist.init_process_group(
+                "gloo", init_method=store, rank=rank, world_size=count, timeout=limit
+            )
         result = row.stages[stage][1](scene)
         if isinstance(result, Noted):
             result, note = result.result, result.note
@@ -114,8 +155,8 @@ def _work(registry: str, key: str, contestant: str, stage: int, rank: int, count
     aside = folder / f"{stage}-{rank}.part"
     aside.write_text(json.dumps({"verdict": verdict, "detail": detail, "note": note}))
     aside.rename(folder / f"{stage}-{rank}.json")
-    # The interpreter's own end would take apart gloo's threads while their groups are still held, and now and then aborts. But a
-    # partner may wait for this one to close its connection first.
+    # The interpreter's own end would take apart gloo's threads while their groups are still held,
+    # and now and then aborts. But a partner may wait for this one to close its connection first.
     if verdict == EQUAL and dist.is_initialized() and not row.launched:
         dist.barrier()
     multiprocessing.util._run_finalizers()  # type: ignore[attr-defined] # what multiprocessing itself does last

@@ -15,7 +15,9 @@ EQUAL, WRONG, RAISED = "equal", "wrong", "raised"
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """Where a row runs: with which contestant, as which of its processes, and where it may write."""
+    """Where a row runs: with which contestant, as which of its processes, and where it may
+    write.
+    """
 
     contestant: str
     rank: int
@@ -35,11 +37,15 @@ class Row:
     expected: Callable[[Scene], Any]  # the same from plain autograd: one process, no tool
     limit: float  # how far numbers may be apart, relative to the largest of their tensor
     needs: tuple[str, ...]  # packages
-    launched: bool  # whether processes find each other by environment variables, as torchrun leaves them
+    launched: (
+        bool  # whether processes find each other by environment variables, as torchrun leaves them
+    )
 
     @property
     def key(self) -> str:
-        return "".join(c if c.isalnum() else "-" for c in f"{self.group} {self.title}".lower()).strip("-")
+        return "".join(
+            c if c.isalnum() else "-" for c in f"{self.group} {self.title}".lower()
+        ).strip("-")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +57,9 @@ class Noted:
 
 
 class Rows(list[Row]):
-    """The rows of one topic. Adding is a decorator, or a call for one of many that differ in their options."""
+    """The rows of one topic. Adding is a decorator, or a call for one of many that differ in their
+    options.
+    """
 
     def __init__(self, group: str) -> None:
         super().__init__()
@@ -69,7 +77,9 @@ class Rows(list[Row]):
         needs: tuple[str, ...] = (),
         launched: bool = False,
     ) -> None:
-        self.append(Row(self.group, title, (*before, (processes, run)), expected, limit, needs, launched))
+        self.append(
+            Row(self.group, title, (*before, (processes, run)), expected, limit, needs, launched)
+        )
 
 
 def judge(result: Any, expected: Any, limit: float) -> tuple[str, str]:
@@ -77,10 +87,16 @@ def judge(result: Any, expected: Any, limit: float) -> tuple[str, str]:
     got, wanted = dict(_leaves(result)), dict(_leaves(expected))
     if got.keys() != wanted.keys():
         return WRONG, f"other results: {sorted(got.keys() ^ wanted.keys())[0]}"
-    floats = [w for w in wanted.values() if isinstance(w, Tensor) and w.is_floating_point() and w.numel()]
+    floats = [
+        w for w in wanted.values() if isinstance(w, Tensor) and w.is_floating_point() and w.numel()
+    ]
     scale = max((w.abs().max().item() for w in floats), default=0.0)
-    differences = {name: _difference(got[name], value, 1e-6 * scale + 1e-30) for name, value in wanted.items()}
-    wrong = {name: difference for name, difference in differences.items() if not difference[0] <= limit}
+    differences = {
+        name: _difference(got[name], value, 1e-6 * scale + 1e-30) for name, value in wanted.items()
+    }
+    wrong = {
+        name: difference for name, difference in differences.items() if not difference[0] <= limit
+    }
     if not wrong:
         return EQUAL, ""
     # A wrong gradient says more than another random state.
@@ -89,10 +105,22 @@ def judge(result: Any, expected: Any, limit: float) -> tuple[str, str]:
 
 
 def _difference(got: Any, wanted: Any, floor: float) -> tuple[float, str]:
-    """Relative to the largest value of the tensor; of gradients that are zero but for rounding, to a floor."""
+    """Relative to the largest value of the tensor; of gradients that are zero but for rounding, to
+    a floor.
+    """
     if not isinstance(wanted, Tensor) or not isinstance(got, Tensor):
-        same = got is wanted if isinstance(wanted, Tensor) or isinstance(got, Tensor) else got == wanted
-        missing = ": no gradient" if got is None else ": a gradient that plain autograd has not" if wanted is None else ""
+        same = (
+            got is wanted
+            if isinstance(wanted, Tensor) or isinstance(got, Tensor)
+            else got == wanted
+        )
+        missing = (
+            ": no gradient"
+            if got is None
+            else ": a gradient that plain autograd has not"
+            if wanted is None
+            else ""
+        )
         return (0.0, "") if same else (float("inf"), missing or f": {got!r} for {wanted!r}")
     if got.shape != wanted.shape:
         return float("inf"), f": shape {list(got.shape)} for {list(wanted.shape)}"

@@ -1,4 +1,6 @@
-"""Stricter than any user: warnings are errors (pyproject.toml), one thread, a fixed seed for every test."""
+"""Stricter than any user: warnings are errors (pyproject.toml), one thread, a fixed seed for every
+test.
+"""
 
 import os
 
@@ -21,4 +23,6 @@ def _seed():
 def _doctest_names(doctest_namespace):
     from retrograd.measure import LiveBytes, activation_bytes
 
-    doctest_namespace.update(torch=torch, rg=rg, LiveBytes=LiveBytes, activation_bytes=activation_bytes)
+    doctest_namespace.update(
+        torch=torch, rg=rg, LiveBytes=LiveBytes, activation_bytes=activation_bytes
+    )

@@ -1,6 +1,8 @@
-"""The packages that the five systems come from, imported for tests: quietly, and with a stand-in for torchvision.
+"""The packages that the five systems come from, imported for tests: quietly, and with a stand-in
+for torchvision.
 
-nuwa_pytorch imports torchvision when it is loaded, for training loops and image files that nothing here uses.
+nuwa_pytorch imports torchvision when it is loaded, for training loops and image files that nothing
+here uses.
 """
 
 import importlib

@@ -1,6 +1,7 @@
 """Real processes for the distributed tests, and a model to train in them.
 
-The processes are started once for a test file and run all its cases one after another; each test looks at one result.
+The processes are started once for a test file and run all its cases one after another; each test
+looks at one result.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ Gradients = list[Tensor | None]  # of all parameters of a model
 
 
 class Results:
-    """What each case returned, rank by rank. Fails the test that asks for a case that raised, with the traceback."""
+    """What each case returned, rank by rank. Fails the test that asks for a case that raised, with
+    the traceback.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,18 +46,29 @@ class Results:
 
     def __getitem__(self, case: str) -> list[Any]:
         if case not in self.loaded:
-            self.loaded[case] = [torch.load(self.folder / f"{case}-{rank}.pt", weights_only=False) for rank in range(WORLD)]
-        errors = [f"--- rank {rank}\n{error}" for rank, (_, error) in enumerate(self.loaded[case]) if error]
+            self.loaded[case] = [
+                torch.load(self.folder / f"{case}-{rank}.pt", weights_only=False)
+                for rank in range(WORLD)
+            ]
+        errors = [
+            f"--- rank {rank}\n{error}"
+            for rank, (_, error) in enumerate(self.loaded[case])
+            if error
+        ]
         if errors:
-            pytest.fail(f"case {case!r} raised in its process:\n" + "\n".join(errors), pytrace=False)
+            pytest.fail(
+                f"case {case!r} raised in its process:\n" + "\n".join(errors), pytrace=False
+            )
         return [value for value, _ in self.loaded[case]]
 
 
 def run(cases: Mapping[str, Case], folder: Path, ignore: Iterable[str] = ()) -> Results:
-    """Run every case in `WORLD` processes that form a gloo group. A process that dies raises here, and none is left behind.
+    """Run every case in `WORLD` processes that form a gloo group. A process that dies raises here,
+    and none is left behind.
 
-    Warnings are errors there too, except those that match `ignore`. Under load gloo's threads abort now and then ("terminate
-    called without an active exception"), which says nothing about what is tested: then all cases run once more.
+    Warnings are errors there too, except those that match `ignore`. Under load gloo's threads abort
+    now and then ("terminate called without an active exception"), which says nothing about what is
+    tested: then all cases run once more.
     """
     try:
         return _run(cases, folder, ignore, "first")
@@ -65,12 +79,16 @@ def run(cases: Mapping[str, Case], folder: Path, ignore: Iterable[str] = ()) -> 
 
 
 def _run(cases: Mapping[str, Case], folder: Path, ignore: Iterable[str], attempt: str) -> Results:
-    context = mp.spawn(_worker, (dict(cases), folder, list(ignore), attempt), nprocs=WORLD, join=False)
+    context = mp.spawn(
+        _worker, (dict(cases), folder, list(ignore), attempt), nprocs=WORLD, join=False
+    )
     deadline = time.monotonic() + LIMIT
     try:
         while not context.join(timeout=max(deadline - time.monotonic(), 0), grace_period=5):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the processes of {folder.name} were still running after {LIMIT:.0f} s")
+                raise TimeoutError(
+                    f"the processes of {folder.name} were still running after {LIMIT:.0f} s"
+                )
     finally:
         for process in context.processes:
             if process.is_alive():
@@ -79,15 +97,20 @@ def _run(cases: Mapping[str, Case], folder: Path, ignore: Iterable[str], attempt
     return Results(folder)
 
 
-def _worker(rank: int, cases: dict[str, Case], folder: Path, ignore: list[str], attempt: str) -> None:
+def _worker(
+    rank: int, cases: dict[str, Case], folder: Path, ignore: list[str], attempt: str
+) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     for message in ignore:
         warnings.filterwarnings("ignore", message)
     for name, case in cases.items():
-        # A group for each case: closing that of a failed case wakes the partner that still waits in it, and both go on.
+        # A group for each case: closing that of a failed case wakes the partner that still waits in
+        # it, and both go on.
         store = f"file://{folder}/{name}-{attempt}.store"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            "gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+        )
         value, error = None, ""
         try:
             value = case(rank)
@@ -96,8 +119,9 @@ def _worker(rank: int, cases: dict[str, Case], folder: Path, ignore: list[str], 
         finally:
             dist.destroy_process_group()
         torch.save((value, error), folder / f"{name}-{rank}.pt")
-    # Everything is written. The interpreter's own end would take apart gloo's threads while FSDP still holds their groups, and
-    # now and then aborts ("terminate called without an active exception").
+    # Everything is written. The interpreter's own end would take apart gloo's threads while FSDP
+    # still holds their groups, and now and then aborts ("terminate called without an active
+    # exception").
     os._exit(0)
 
 
@@ -113,7 +137,9 @@ class Unused(zoo.Mix):
 
 
 class Shift(nn.Module):
-    """It has a parameter, and yet autograd saves nothing for it: backward never asks for its recompute while it is there."""
+    """It has a parameter, and yet autograd saves nothing for it: backward never asks for its
+    recompute while it is there.
+    """
 
     def __init__(self, width: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -124,7 +150,9 @@ class Shift(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, a stack and a head; the same weights at every call. The second block may be of another kind."""
+    """An embedding, a stack and a head; the same weights at every call. The second block may be of
+    another kind.
+    """
 
     def __init__(
         self,
@@ -161,7 +189,9 @@ def loss(model: nn.Module, step: int, rank: int | None = None) -> Tensor:
 
 
 def gradients(model: nn.Module) -> Gradients:
-    """The gradients of all parameters, whole; the model has none afterwards, ready for the next step."""
+    """The gradients of all parameters, whole; the model has none afterwards, ready for the next
+    step.
+    """
     grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     return [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]
@@ -182,7 +212,9 @@ def dropout_gradients(model: nn.Module, rank: int) -> Gradients:
     return gradients(model)
 
 
-def zoo_gradients(case: zoo.Case, rank: int, wrap: Callable[[Any], Any] = lambda stack: stack) -> Gradients:
+def zoo_gradients(
+    case: zoo.Case, rank: int, wrap: Callable[[Any], Any] = lambda stack: stack
+) -> Gradients:
     """Each rank has an input of its own, which needs no gradient."""
     stack, x = case.build()
     model = wrap(stack)

@@ -1,4 +1,6 @@
-"""Promise 9: retain_graph, autograd.grad, backward(inputs=...), double backward and torch.func all give plain results."""
+"""Promise 9: retain_graph, autograd.grad, backward(inputs=...), double backward and torch.func all
+give plain results.
+"""
 
 import pytest
 import torch
@@ -19,10 +21,19 @@ def test_retain_graph_and_a_second_backward(case):
     wanted = [*zoo.leaves(x), *stack.parameters()]
     for scale in (1.0, 2.0, -1.0):
         got = torch.autograd.grad(scale * zoo.loss(y), wanted, retain_graph=True)
-        assert zoo.worst(list(got), list(torch.autograd.grad(scale * zoo.loss(expected), wanted, retain_graph=True))) < 1e-9
+        assert (
+            zoo.worst(
+                list(got),
+                list(torch.autograd.grad(scale * zoo.loss(expected), wanted, retain_graph=True)),
+            )
+            < 1e-9
+        )
     got, reference = (torch.autograd.grad(zoo.loss(out), wanted) for out in (y, expected))
     assert zoo.worst(list(got), list(reference)) < 1e-9
-    with pytest.raises(RuntimeError, match="backward through the graph a second time|after backward has already passed"):
+    with pytest.raises(
+        RuntimeError,
+        match="backward through the graph a second time|after backward has already passed",
+    ):
         torch.autograd.grad(zoo.loss(y), wanted)
 
 
@@ -33,7 +44,13 @@ def test_double_backward(case):
     second = []
     for output in (stack(x), zoo.plain_stack(stack, x)):
         (gradient,) = torch.autograd.grad(zoo.loss(output), leaf, create_graph=True)
-        second.append(list(torch.autograd.grad(gradient.square().sum(), [leaf, *stack.parameters()], allow_unused=True)))
+        second.append(
+            list(
+                torch.autograd.grad(
+                    gradient.square().sum(), [leaf, *stack.parameters()], allow_unused=True
+                )
+            )
+        )
     assert zoo.worst(*second) < 1e-9
 
 
@@ -50,8 +67,14 @@ def test_backward_for_chosen_inputs_only(case):
     stack, x = case.build(depth=4)
     y, expected = stack(x), zoo.plain_stack(stack, x)
     names = dict(stack.named_parameters())
-    for name in [next(n for n in names if n.startswith(prefix)) for prefix in ("blocks.2.g", "blocks.0.f", "blocks.3.f")]:
-        got, reference = (torch.autograd.grad(zoo.loss(out), names[name], retain_graph=True) for out in (y, expected))
+    for name in [
+        next(n for n in names if n.startswith(prefix))
+        for prefix in ("blocks.2.g", "blocks.0.f", "blocks.3.f")
+    ]:
+        got, reference = (
+            torch.autograd.grad(zoo.loss(out), names[name], retain_graph=True)
+            for out in (y, expected)
+        )
         assert zoo.worst(list(got), list(reference)) < 1e-9
     zoo.loss(y).backward(inputs=[names[name]])
     assert [n for n, p in names.items() if p.grad is not None] == [name]
@@ -75,7 +98,9 @@ def test_a_part_of_the_output_first_without_retaining():
     assert torch.allclose(gradient, torch.autograd.grad(aux[1], [stack.blocks[0].f.up.weight])[0])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, inside vmap
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script.*:DeprecationWarning"
+)  # torch's own, inside vmap
 @pytest.mark.parametrize("case", [case for case in zoo.REVERSED if case.value == "tensor"], ids=str)
 def test_torch_func(case):
     stack, x = case.build(depth=2)
@@ -90,14 +115,20 @@ def test_torch_func(case):
     expected = zoo.gradients(stack, zoo.plain_stack(stack, leaf), leaf)
     assert zoo.worst([got[1], *got[0].values()], expected) < 1e-9
 
-    rows = torch.func.vmap(torch.func.grad(f, argnums=1), (None, 0))(parameters, x[:, None])  # a gradient for each sample
+    rows = torch.func.vmap(torch.func.grad(f, argnums=1), (None, 0))(
+        parameters, x[:, None]
+    )  # a gradient for each sample
     assert rows.shape == (2, 1, *x.shape[1:])
     _, tangent = torch.func.jvp(stack, (x,), (torch.ones_like(x),))
     with forward_ad.dual_level():
-        dual = forward_ad.unpack_dual(zoo.plain_stack(stack, forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+        dual = forward_ad.unpack_dual(
+            zoo.plain_stack(stack, forward_ad.make_dual(x, torch.ones_like(x)))
+        ).tangent
     assert torch.allclose(tangent, dual)
     hessian = torch.func.hessian(lambda x: stack(x).sin().sum())(x[:1, :1])
-    assert torch.allclose(hessian, torch.func.hessian(lambda x: zoo.plain_stack(stack, x).sin().sum())(x[:1, :1]))
+    assert torch.allclose(
+        hessian, torch.func.hessian(lambda x: zoo.plain_stack(stack, x).sin().sum())(x[:1, :1])
+    )
 
 
 class Energy(nn.Module):
@@ -115,9 +146,16 @@ class Energy(nn.Module):
 
 @pytest.mark.parametrize("memory", zoo.MEMORY)
 def test_a_function_that_calls_autograd_itself(memory):
-    stack = rg.ReversibleSequence([(Energy(), Energy()) for _ in range(3)], memory=zoo.MEMORY[memory]).double()
+    stack = rg.ReversibleSequence(
+        [(Energy(), Energy()) for _ in range(3)], memory=zoo.MEMORY[memory]
+    ).double()
     x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
-    assert zoo.worst(zoo.gradients(stack, stack(x), x), zoo.gradients(stack, zoo.plain_stack(stack, x), x)) < 1e-9
+    assert (
+        zoo.worst(
+            zoo.gradients(stack, stack(x), x), zoo.gradients(stack, zoo.plain_stack(stack, x), x)
+        )
+        < 1e-9
+    )
 
 
 class ReadsTwice(torch.autograd.Function):
@@ -144,7 +182,9 @@ def test_saved_tensors_may_be_read_twice_at_the_cost_of_one_evaluation():
             self.calls += 1
             return ReadsTwice.apply(ReadsTwice.apply(x, self.w), self.w)
 
-    stack = rg.ReversibleSequence([(Scale(), Scale()) for _ in range(3)], memory=rg.Reverse(keep_last=False)).double()
+    stack = rg.ReversibleSequence(
+        [(Scale(), Scale()) for _ in range(3)], memory=rg.Reverse(keep_last=False)
+    ).double()
     x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
     got = zoo.gradients(stack, stack(x), x)
     calls = [fn.calls for block in stack.blocks for fn in (block.f, block.g)]
@@ -162,7 +202,9 @@ def test_checkpoint_inside_and_around_and_a_stack_in_a_stack():
     class Inner(nn.Module):
         def __init__(self):
             super().__init__()
-            self.stack = rg.ReversibleSequence([(zoo.Mix(4, 0.2), Checkpointed(4, 0.2)) for _ in range(3)])
+            self.stack = rg.ReversibleSequence(
+                [(zoo.Mix(4, 0.2), Checkpointed(4, 0.2)) for _ in range(3)]
+            )
             self.make = nn.Linear(4, 4)
 
         def forward(self, x):

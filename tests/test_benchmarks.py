@@ -1,4 +1,6 @@
-"""Benchmarks: what they replace and call is there. (Their figures are not tested: they are measurements.)"""
+"""Benchmarks: what they replace and call is there. (Their figures are not tested: they are
+measurements.)
+"""
 
 import importlib
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""`Budget`: the peak stays below it, the FLOPs fall with it, and gradients are those of plain autograd. And `Anchor`."""
+"""`Budget`: the peak stays below it, the FLOPs fall with it, and gradients are those of plain
+autograd. And `Anchor`.
+"""
 
 import contextlib
 import copy
@@ -56,7 +58,9 @@ def test_the_line_between_time_and_memory():
         stack.zero_grad()
         assert flops(stack, x) / of_plain <= at_most
         stack.zero_grad()
-        torch.testing.assert_close(input_gradient(stack, x), expected, rtol=1e-4, atol=1e-6 * expected.abs().max().item())
+        torch.testing.assert_close(
+            input_gradient(stack, x), expected, rtol=1e-4, atol=1e-6 * expected.abs().max().item()
+        )
     floor = rg.ReversibleSequence(blocks, streams=rg.Split())
     assert flops(floor, x) / of_plain <= 4 / 3 - 1 / (3 * 24) + 0.01
 
@@ -64,14 +68,21 @@ def test_the_line_between_time_and_memory():
 class Conv(nn.Sequential):
     def __init__(self, width):
         super().__init__(
-            nn.BatchNorm2d(width), nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.Conv2d(2 * width, width, 1)
+            nn.BatchNorm2d(width),
+            nn.Conv2d(width, 2 * width, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(2 * width, width, 1),
         )
 
 
 class Dropping(nn.Sequential):
     def __init__(self, width):
         super().__init__(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+            nn.Dropout(0.1),
         )
 
 
@@ -120,11 +131,15 @@ def test_the_peak_stays_below_it(name, share, accumulating):
     expected = input_gradient(kept, x)
     torch.manual_seed(1)
     stack.zero_grad()
-    torch.testing.assert_close(input_gradient(stack, x), expected, rtol=1e-3, atol=1e-5 * expected.abs().max().item())
+    torch.testing.assert_close(
+        input_gradient(stack, x), expected, rtol=1e-3, atol=1e-5 * expected.abs().max().item()
+    )
 
 
 def test_more_memory_means_less_to_run_again():
-    stack = rg.ReversibleSequence([(Attention(32, 4), FeedForward(32)) for _ in range(12)], streams=rg.Split())
+    stack = rg.ReversibleSequence(
+        [(Attention(32, 4), FeedForward(32)) for _ in range(12)], streams=rg.Split()
+    )
     x, times, peaks = torch.randn(4, 64, 64), [], []
     for share in range(20, 121, 10):
         stack.memory = rg.Budget(f"{share}%")
@@ -138,7 +153,10 @@ def test_more_memory_means_less_to_run_again():
 
 def test_above_plain_it_is_keep_to_the_bit():
     torch.manual_seed(0)
-    stack, x = rg.ReversibleSequence([(zoo.Mix(8), zoo.Mix(8)) for _ in range(4)]), torch.randn(4, 8, requires_grad=True)
+    stack, x = (
+        rg.ReversibleSequence([(zoo.Mix(8), zoo.Mix(8)) for _ in range(4)]),
+        torch.randn(4, 8, requires_grad=True),
+    )
     grads = []
     for stack.memory in (rg.Keep(), rg.Budget("1 GiB"), rg.Budget("1 GiB")):
         grads.append(torch.autograd.grad(stack(x).square().sum(), [x, *stack.parameters()]))
@@ -147,11 +165,16 @@ def test_above_plain_it_is_keep_to_the_bit():
 
 
 def test_below_the_floor_it_says_the_floor():
-    stack, x = rg.ReversibleSequence([(FeedForward(64), FeedForward(64)) for _ in range(4)]), torch.randn(64, 64)
+    stack, x = (
+        rg.ReversibleSequence([(FeedForward(64), FeedForward(64)) for _ in range(4)]),
+        torch.randn(64, 64),
+    )
     stack.memory = rg.Budget("10 KiB")
     for run in (lambda: stack(x), lambda: stack.plan(x)):
         with pytest.raises(
-            rg.BudgetError, match=r"(?s)10 KiB are less than the .* KiB that this stack needs.*Fix: rg.Budget\(\"(.*) KiB\"\)"
+            rg.BudgetError,
+            match=r"(?s)10 KiB are less than the .* KiB that this stack needs.*Fix: "
+            r"rg.Budget\(\"(.*) KiB\"\)",
         ) as error:
             run()
     fix = str(error.value).split('rg.Budget("')[1].split('"')[0]
@@ -175,7 +198,13 @@ class Fixed:
         return Plan(cut, cut, dict.fromkeys(range(cut), choice))
 
 
-ADDMM = frozenset({(torch.ops.aten.addmm.default, 0), (torch.ops.aten.mm.default, 0), (torch.ops.aten.addmm.default, 1)})
+ADDMM = frozenset(
+    {
+        (torch.ops.aten.addmm.default, 0),
+        (torch.ops.aten.mm.default, 0),
+        (torch.ops.aten.addmm.default, 1),
+    }
+)
 CHOICES = {
     "output": Choice(output=True),
     "operations": Choice(operations=ADDMM),
@@ -249,7 +278,13 @@ def test_a_recompute_that_stops_early_leaves_nothing_behind():
 
     class Norm(nn.Sequential):
         def __init__(self):
-            super().__init__(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 4))
+            super().__init__(
+                nn.BatchNorm1d(4),
+                nn.Linear(4, 4),
+                nn.Dropout(0.5),
+                nn.Linear(4, 4),
+                nn.Linear(4, 4),
+            )
 
     torch.manual_seed(0)
     stack, x = rg.ReversibleSequence([(Norm(), Norm()) for _ in range(3)]), torch.randn(8, 4)
@@ -274,7 +309,11 @@ def test_functions_that_catch_exceptions_are_stopped_all_the_same():
                 return x * 0
 
     torch.manual_seed(0)
-    stack, x, grads = rg.ReversibleSequence([(Careful(4, 4), Careful(4, 4))] * 2), torch.randn(2, 4, requires_grad=True), []
+    stack, x, grads = (
+        rg.ReversibleSequence([(Careful(4, 4), Careful(4, 4))] * 2),
+        torch.randn(2, 4, requires_grad=True),
+        [],
+    )
     for stack.memory in (rg.Keep(), Fixed(Choice(output=True))):
         grads.append(torch.autograd.grad(stack(x).sum(), x)[0])
     torch.testing.assert_close(*grads)
@@ -294,14 +333,22 @@ class InPlace(nn.Module):
 @pytest.mark.parametrize("share", ["40%", "60%", "80%"])
 def test_products_that_are_edited_in_place(share):
     torch.manual_seed(0)
-    stack, x = rg.ReversibleSequence([(InPlace(), InPlace()) for _ in range(8)], memory=rg.Budget(share)), torch.randn(64, 8)
+    stack, x = (
+        rg.ReversibleSequence([(InPlace(), InPlace()) for _ in range(8)], memory=rg.Budget(share)),
+        torch.randn(64, 8),
+    )
     twin = copy.deepcopy(stack)
     twin.memory = rg.Keep()
     for _ in range(3):
-        got, expected = (torch.autograd.grad(net(x).square().sum(), list(net.parameters())) for net in (stack, twin))
+        got, expected = (
+            torch.autograd.grad(net(x).square().sum(), list(net.parameters()))
+            for net in (stack, twin)
+        )
         assert zoo.worst(list(got), list(expected)) < 1e-4
     (profile,) = stack._backstage.profiles.values()
-    first = [operation for operation in profile.updates[0].operations if "addmm" in str(operation.name)]
+    first = [
+        operation for operation in profile.updates[0].operations if "addmm" in str(operation.name)
+    ]
     assert [operation.counted for operation in first] == [False, True]
 
 
@@ -311,7 +358,9 @@ def test_an_edit_of_an_output_that_is_kept_is_noticed():
             y = super().forward(super().forward(x))
             return rg.WithAux(y, y)
 
-    stack = rg.ReversibleSequence([(Shows(4, 4), nn.Linear(4, 4)) for _ in range(3)], memory=Fixed(Choice(output=True)))
+    stack = rg.ReversibleSequence(
+        [(Shows(4, 4), nn.Linear(4, 4)) for _ in range(3)], memory=Fixed(Choice(output=True))
+    )
     y, aux = stack(torch.randn(2, 4))
     with torch.no_grad():
         aux[1].mul_(2)
@@ -320,7 +369,9 @@ def test_an_edit_of_an_output_that_is_kept_is_noticed():
 
 
 def test_weights_are_not_activations():
-    """`Linear` saves a view of its weight. A large network with a small batch needs next to nothing."""
+    """`Linear` saves a view of its weight. A large network with a small batch needs next to
+    nothing.
+    """
     make = lambda: nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128))  # noqa: E731
     stack = rg.ReversibleSequence([(make(), make()) for _ in range(4)])
     assert stack.plan(torch.randn(4, 128)).plain < 300_000 < make()[0].weight.nbytes + 50_000
@@ -330,7 +381,11 @@ def test_weights_are_not_activations():
 def test_autocast_casts_a_shared_weight_once_in_forward_and_twice_in_recompute(share):
     torch.manual_seed(0)
     shared = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    stack, x, grads = rg.ReversibleSequence([(shared, shared)] * 4, exact=True), torch.randn(512, 64, requires_grad=True), []
+    stack, x, grads = (
+        rg.ReversibleSequence([(shared, shared)] * 4, exact=True),
+        torch.randn(512, 64, requires_grad=True),
+        [],
+    )
     for stack.memory in (rg.Keep(), *[rg.Budget(share)] * 3):
         with torch.autocast("cpu", torch.bfloat16):
             y = stack(x)
@@ -349,7 +404,9 @@ drawing.register_autograd(
     lambda ctx, grad: (grad @ ctx.saved_tensors[1].t(), ctx.saved_tensors[0].t() @ grad),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
-register_flop_formula(torch.ops.retrograd_tests.drop)(lambda a, b, *_, out_shape=None, **__: 100 * a[0] * a[1] * b[1])
+register_flop_formula(torch.ops.retrograd_tests.drop)(
+    lambda a, b, *_, out_shape=None, **__: 100 * a[0] * a[1] * b[1]
+)
 
 
 class Draws(nn.Module):
@@ -367,7 +424,11 @@ class Draws(nn.Module):
 @pytest.mark.parametrize("share", ["50%", "70%", "90%"])
 def test_products_that_draw_are_run_again(share):
     torch.manual_seed(0)
-    stack, x, grads = rg.ReversibleSequence([(Draws(), Draws()) for _ in range(4)]), torch.randn(512, 64, requires_grad=True), []
+    stack, x, grads = (
+        rg.ReversibleSequence([(Draws(), Draws()) for _ in range(4)]),
+        torch.randn(512, 64, requires_grad=True),
+        [],
+    )
     for stack.memory in (rg.Keep(), *[rg.Budget(share)] * 3):
         torch.manual_seed(1)
         grads.append(torch.autograd.grad(stack(x).square().mean(), [x])[0])
@@ -378,14 +439,18 @@ def test_products_that_draw_are_run_again(share):
 def test_ways_that_are_worth_the_same():
     make = lambda: nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 32))  # noqa: E731
     again = lambda fn: lambda x: torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False)  # noqa: E731
-    stack = rg.ReversibleSequence([(make(), again(make())) for _ in range(4)], memory=rg.Budget("90%"))
+    stack = rg.ReversibleSequence(
+        [(make(), again(make())) for _ in range(4)], memory=rg.Budget("90%")
+    )
     for _ in range(2):
         step(stack, torch.randn(1024, 32, requires_grad=True))
         stack.zero_grad()
 
 
 def test_functions_that_were_replaced_are_watched_anew():
-    stack = rg.ReversibleSequence([(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(8)], memory=rg.Budget("3 MiB"))
+    stack = rg.ReversibleSequence(
+        [(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(8)], memory=rg.Budget("3 MiB")
+    )
     x = torch.randn(512, 64, requires_grad=True)
     needed(stack, x)
     for block in stack.blocks:
@@ -400,12 +465,16 @@ def test_arguments_that_are_no_tensors_count_too():
                 x = super().forward(x).tanh()
             return x
 
-    stack = rg.ReversibleSequence([(Repeated(64, 64), Repeated(64, 64)) for _ in range(4)], memory=rg.Budget("3 MiB"))
+    stack = rg.ReversibleSequence(
+        [(Repeated(64, 64), Repeated(64, 64)) for _ in range(4)], memory=rg.Budget("3 MiB")
+    )
     x = torch.randn(512, 64, requires_grad=True)
     for n in (1, 1, 4, 4):
         stack.zero_grad()
         x.grad = None
-        bytes_ = activation_bytes(lambda: stack(x, n=n).square().mean().backward(), [*stack.parameters(), x])  # noqa: B023
+        bytes_ = activation_bytes(
+            lambda n=n: stack(x, n=n).square().mean().backward(), [*stack.parameters(), x]
+        )
         assert bytes_ <= 1.02 * 3 * MIB
 
 
@@ -419,14 +488,18 @@ def test_a_plan_between_forward_and_backward_disturbs_nothing():
 
 
 def test_nothing_to_train():
-    stack = rg.ReversibleSequence([(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)], memory=rg.Budget("50%"))
+    stack = rg.ReversibleSequence(
+        [(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)], memory=rg.Budget("50%")
+    )
     stack.requires_grad_(False)
     for _ in range(3):
         assert not stack(torch.randn(2, 8)).requires_grad
 
 
 def test_streams_that_an_anchor_kept_and_someone_edited():
-    stack = rg.ReversibleSequence([(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)], memory=Fixed(Choice(streams=True)))
+    stack = rg.ReversibleSequence(
+        [(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)], memory=Fixed(Choice(streams=True))
+    )
     x = torch.randn(2, 8)
     y = stack(x)
     x.mul_(2)
@@ -444,7 +517,9 @@ def test_frozen_functions_run_once_if_their_output_is_kept():
 
     frozen = [Counted(4, 4).requires_grad_(False) for _ in range(4)]
     first = rg.Update("a", frozen[0], ("b",))
-    net = rg.Reversible([first, rg.Update("c", nn.Linear(4, 4), ("a",)), rg.Update("c", nn.Linear(4, 4), ("b",))])
+    net = rg.Reversible(
+        [first, rg.Update("c", nn.Linear(4, 4), ("a",)), rg.Update("c", nn.Linear(4, 4), ("b",))]
+    )
     net.memory = Fixed(Choice(output=True))
     streams = {name: torch.randn(2, 4) for name in "abc"}
     net(streams)["c"].sum().backward()
@@ -457,8 +532,12 @@ def test_frozen_functions_run_once_if_their_output_is_kept():
 def test_settled_after_two_steps_and_again_when_shapes_change(monkeypatch):
     made = []
     plan = planning.Profile._plan
-    monkeypatch.setattr(planning.Profile, "_plan", lambda self, *args: (made.append(args), plan(self, *args))[1])
-    stack = rg.ReversibleSequence([(FeedForward(32), FeedForward(32)) for _ in range(8)], memory=rg.Budget("60%"))
+    monkeypatch.setattr(
+        planning.Profile, "_plan", lambda self, *args: (made.append(args), plan(self, *args))[1]
+    )
+    stack = rg.ReversibleSequence(
+        [(FeedForward(32), FeedForward(32)) for _ in range(8)], memory=rg.Budget("60%")
+    )
     for _ in range(4):
         stack.zero_grad()
         step(stack, torch.randn(256, 32, requires_grad=True))
@@ -483,7 +562,9 @@ def test_a_first_step_that_fails_is_not_what_is_planned_from():
                 raise RuntimeError("no")
             return super().forward(x)
 
-    stack = rg.ReversibleSequence([(FeedForward(8), Fails(8, 8)) for _ in range(3)], memory=rg.Budget("1 MiB"))
+    stack = rg.ReversibleSequence(
+        [(FeedForward(8), Fails(8, 8)) for _ in range(3)], memory=rg.Budget("1 MiB")
+    )
     with pytest.raises(RuntimeError, match="no"):
         stack(torch.randn(2, 8, requires_grad=True))
     Fails.fail = False
@@ -496,12 +577,16 @@ def test_a_first_step_that_fails_is_not_what_is_planned_from():
 @pytest.mark.parametrize("around", ["checkpoint", "stack"])
 def test_inside_something_that_runs_it_again(around):
     torch.manual_seed(0)
-    inner = rg.ReversibleSequence([(zoo.Mix(4), zoo.Mix(4)) for _ in range(3)], memory=rg.Budget("1 GiB")).double()
+    inner = rg.ReversibleSequence(
+        [(zoo.Mix(4), zoo.Mix(4)) for _ in range(3)], memory=rg.Budget("1 GiB")
+    ).double()
     x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
     if around == "checkpoint":
         run = lambda: torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)  # noqa: E731
     else:
-        outer = rg.ReversibleSequence([(inner, zoo.Mix(4).double())] * 2, memory=rg.Reverse(keep_last=False))
+        outer = rg.ReversibleSequence(
+            [(inner, zoo.Mix(4).double())] * 2, memory=rg.Reverse(keep_last=False)
+        )
         run = lambda: outer(x)  # noqa: E731
     for _ in range(3):
         inner.memory = rg.Budget("1 GiB")
@@ -510,14 +595,24 @@ def test_inside_something_that_runs_it_again(around):
         torch.testing.assert_close(got, torch.autograd.grad(zoo.loss(run()), x))
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, None, "much", "2 XB", "-1 GiB", "0%", "1..2 MB"])
+@pytest.mark.parametrize(
+    "wrong", [0, -1, 1.5, True, None, "much", "2 XB", "-1 GiB", "0%", "1..2 MB"]
+)
 def test_budgets_that_make_no_sense(wrong):
     with pytest.raises(ValueError, match="pass a number of bytes, a size such as"):
         rg.Budget(wrong)
 
 
 def test_sizes():
-    sizes = {"1 KiB": 1024, "2kb": 2000, "1.5 MiB": 3 * 2**19, ".5 GiB": 2**29, "7": 7, "3 B": 3, 12: 12}
+    sizes = {
+        "1 KiB": 1024,
+        "2kb": 2000,
+        "1.5 MiB": 3 * 2**19,
+        ".5 GiB": 2**29,
+        "7": 7,
+        "3 B": 3,
+        12: 12,
+    }
     assert {size: rg.Budget(size).bytes_of(0) for size in sizes} == sizes
     assert rg.Budget("25%").bytes_of(1000) == 250
 
@@ -526,7 +621,9 @@ def test_sizes():
 
 
 def test_a_plan_is_data(tmp_path):
-    stack = rg.ReversibleSequence([(FeedForward(32), FeedForward(32)) for _ in range(6)], memory=rg.Budget("40%"))
+    stack = rg.ReversibleSequence(
+        [(FeedForward(32), FeedForward(32)) for _ in range(6)], memory=rg.Budget("40%")
+    )
     x = torch.randn(64, 32)
     state = torch.get_rng_state()
     plan = stack.plan(x)
@@ -544,7 +641,10 @@ def test_a_plan_is_data(tmp_path):
 
 
 def test_plans_of_programs_and_of_modules_with_buffers():
-    net = rg.Reversible([rg.Update("ab"[i % 2], nn.BatchNorm1d(4), ("ba"[i % 2],)) for i in range(6)], memory=rg.Budget("80%"))
+    net = rg.Reversible(
+        [rg.Update("ab"[i % 2], nn.BatchNorm1d(4), ("ba"[i % 2],)) for i in range(6)],
+        memory=rg.Budget("80%"),
+    )
     before = [buffer.clone() for buffer in net.buffers()]
     plan = net.plan({"a": torch.randn(8, 4), "b": torch.randn(8, 4)})
     assert len(plan.rows) == 6 and "updates.0" in str(plan)
@@ -555,14 +655,20 @@ def test_plans_of_programs_and_of_modules_with_buffers():
 
 
 def test_anchors_bound_drift(monkeypatch):
-    """With bfloat16 streams, 96 blocks deep: the input as rebuilt is off by what a few blocks make of it."""
+    """With bfloat16 streams, 96 blocks deep: the input as rebuilt is off by what a few blocks make
+    of it.
+    """
     torch.manual_seed(0)
     blocks = [(Attention(16, 2), FeedForward(16)) for _ in range(96)]
     stack = rg.ReversibleSequence(blocks, stream_dtype=torch.bfloat16, drift="ignore").bfloat16()
     x, seen = torch.randn(2, 8, 16).bfloat16(), []
     blocks[0][0].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
     errors = []
-    for stack.memory in (rg.Reverse(keep_last=False), rg.Anchor(every=4, keep_last=False), rg.Anchor(every=96, keep_last=False)):
+    for stack.memory in (
+        rg.Reverse(keep_last=False),
+        rg.Anchor(every=4, keep_last=False),
+        rg.Anchor(every=96, keep_last=False),
+    ):
         seen.clear()
         stack(x).float().square().mean().backward()
         errors.append((seen[0] - seen[-1]).abs().max().item())
@@ -606,7 +712,12 @@ def test_the_five_systems(system):
 
     def run(memory):
         net.engine.memory = memory
-        return [t for ts in test_compat_parity.step(net, args, kwargs).values() for t in ts if t is not None]
+        return [
+            t
+            for ts in test_compat_parity.step(net, args, kwargs).values()
+            for t in ts
+            if t is not None
+        ]
 
     expected = run(rg.Keep())
     for _ in range(3):
@@ -620,12 +731,18 @@ def test_keyword_arguments_with_gradients():
     x, context = (torch.randn(64, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     grads = []
     for stack.memory in (rg.Keep(), rg.Budget("60%"), rg.Budget("60%"), Fixed(CHOICES["both"])):
-        grads.append(torch.autograd.grad(zoo.loss(stack(x, context=context)), [x, context, *stack.parameters()]))
+        grads.append(
+            torch.autograd.grad(
+                zoo.loss(stack(x, context=context)), [x, context, *stack.parameters()]
+            )
+        )
     for got in grads[1:]:
         assert zoo.worst(list(got), list(grads[0])) < 1e-9
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # torch's own
 @pytest.mark.parametrize("share", ["40%", "80%"])
 def test_compiled_functions(share):
     torch.manual_seed(0)
@@ -650,7 +767,9 @@ def ddp(memory, rank):
 
 def fsdp(memory, rank):
     torch.manual_seed(0)
-    model = rg.ReversibleSequence([(Attention(16, 2), Dropping(16)) for _ in range(6)], memory=memory)
+    model = rg.ReversibleSequence(
+        [(Attention(16, 2), Dropping(16)) for _ in range(6)], memory=memory
+    )
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -667,8 +786,17 @@ def distributed_steps(model, rank):
     return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
-MEMORY = {"budget": rg.Budget("60%"), "keep": rg.Keep(), "output": Fixed("output"), "both": Fixed("both")}
-CASES = {f"{run.__name__}-{name}": functools.partial(run, memory) for run in (ddp, fsdp) for name, memory in MEMORY.items()}
+MEMORY = {
+    "budget": rg.Budget("60%"),
+    "keep": rg.Keep(),
+    "output": Fixed("output"),
+    "both": Fixed("both"),
+}
+CASES = {
+    f"{run.__name__}-{name}": functools.partial(run, memory)
+    for run in (ddp, fsdp)
+    for name, memory in MEMORY.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -685,12 +813,20 @@ def test_in_many_processes(results, wrapper, memory):
 
 
 def test_frames_go_as_backward_goes(monkeypatch):
-    """What is kept for an update is let go when backward has passed it: so late updates may have more."""
-    stack = rg.ReversibleSequence([(FeedForward(32), FeedForward(32)) for _ in range(16)], memory=Fixed(Choice(output=True)))
+    """What is kept for an update is let go when backward has passed it: so late updates may have
+    more.
+    """
+    stack = rg.ReversibleSequence(
+        [(FeedForward(32), FeedForward(32)) for _ in range(16)], memory=Fixed(Choice(output=True))
+    )
     x, now = torch.randn(256, 32, requires_grad=True), []
     recompute = Walk.recompute
     with LiveBytes() as live:
-        monkeypatch.setattr(Walk, "recompute", lambda self, *a, **k: (now.append(live.now), recompute(self, *a, **k))[1])
+        monkeypatch.setattr(
+            Walk,
+            "recompute",
+            lambda self, *a, **k: (now.append(live.now), recompute(self, *a, **k))[1],
+        )
         stack(x).square().mean().backward()
     gradients = sum(p.nbytes for p in stack.blocks[0].f.parameters())
     fell = [a - b + gradients for a, b in itertools.pairwise(now[2:])]

@@ -1,4 +1,6 @@
-"""Promise 7: after a step every buffer equals the plain network's, and recompute sees the values that forward saw."""
+"""Promise 7: after a step every buffer equals the plain network's, and recompute sees the values
+that forward saw.
+"""
 
 import copy
 
@@ -65,7 +67,9 @@ def test_buffers_are_updated_once_and_replayed(function, memory, shared):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_two_forwards_then_the_first_backward(function):
     """Each recompute sees the buffers of its own forward, and none is left behind."""
-    stack = rg.ReversibleSequence([(FUNCTIONS[function](), nn.Linear(4, 4)) for _ in range(3)]).double()
+    stack = rg.ReversibleSequence(
+        [(FUNCTIONS[function](), nn.Linear(4, 4)) for _ in range(3)]
+    ).double()
     plain = copy.deepcopy(stack)
     inputs = [torch.randn(8, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     outputs, expected = [stack(x) for x in inputs], [zoo.plain_stack(plain, x) for x in inputs]
@@ -73,7 +77,9 @@ def test_two_forwards_then_the_first_backward(function):
     for i in (0, 1):
         try:
             reference = zoo.gradients(plain, expected[i], inputs[i])
-        except RuntimeError as error:  # spectral norm edits what plain autograd saved; ours does not mind
+        except (
+            RuntimeError
+        ) as error:  # spectral norm edits what plain autograd saved; ours does not mind
             assert "inplace" in str(error)
             continue
         assert zoo.worst(zoo.gradients(stack, outputs[i], inputs[i]), reference) < 1e-9
@@ -120,18 +126,26 @@ def copies_of(buffer, step):
 
 
 def test_a_constant_buffer_is_copied_once_in_its_life():
-    stack = rg.ReversibleSequence([(Masked(), Masked()) for _ in range(3)], memory=rg.Reverse(keep_last=False))
+    stack = rg.ReversibleSequence(
+        [(Masked(), Masked()) for _ in range(3)], memory=rg.Reverse(keep_last=False)
+    )
     x = torch.randn(8, 4, requires_grad=True)
-    counts = [copies_of(stack.blocks[0].f.mask, lambda: stack(x).sum().backward()) for _ in range(3)]
+    counts = [
+        copies_of(stack.blocks[0].f.mask, lambda: stack(x).sum().backward()) for _ in range(3)
+    ]
     assert counts == [6, 0, 0]
 
 
 @pytest.mark.parametrize("memory", zoo.MEMORY)
 def test_a_buffer_that_was_constant_and_then_changes(memory):
-    stack = rg.ReversibleSequence([(Masked(), Masked()) for _ in range(3)], memory=zoo.MEMORY[memory]).double()
+    stack = rg.ReversibleSequence(
+        [(Masked(), Masked()) for _ in range(3)], memory=zoo.MEMORY[memory]
+    ).double()
     plain = copy.deepcopy(stack)
     x = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
     for change in (False, True, True, False):
         got = zoo.gradients(stack, stack(x, change=change), x)
-        assert zoo.worst(got, zoo.gradients(plain, zoo.plain_stack(plain, x, change=change), x)) < 1e-9
+        assert (
+            zoo.worst(got, zoo.gradients(plain, zoo.plain_stack(plain, x, change=change), x)) < 1e-9
+        )
         assert all(torch.equal(a, b) for a, b in zip(stack.buffers(), plain.buffers()))

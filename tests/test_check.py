@@ -1,4 +1,6 @@
-"""`rg.check`: a sound network is found sound, a fault is found and named, and nothing is left behind."""
+"""`rg.check`: a sound network is found sound, a fault is found and named, and nothing is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -320,8 +322,18 @@ def reading_its_target(shared):
 
 
 FAULTS = {
-    "a cache that grows": (lambda: stack_of(Cache), "determinism", "a cache that grows on each call", ".f.cache` has"),
-    "a tensor that grows": (lambda: stack_of(GrowingTensor), "determinism", "a cache that grows on each call", ".f.past` grew"),
+    "a cache that grows": (
+        lambda: stack_of(Cache),
+        "determinism",
+        "a cache that grows on each call",
+        ".f.cache` has",
+    ),
+    "a tensor that grows": (
+        lambda: stack_of(GrowingTensor),
+        "determinism",
+        "a cache that grows on each call",
+        ".f.past` grew",
+    ),
     "Python's random": (
         lambda: stack_of(lambda: Draws(random.random)),
         "determinism",
@@ -334,10 +346,30 @@ FAULTS = {
         "draws from NumPy's generator",
         "with torch",
     ),
-    "a NumPy generator": (lambda: stack_of(OwnGenerator), "determinism", ".f.generator` drew", "torch.Generator"),
-    "time": (lambda: stack_of(lambda: Timed(WIDTH, WIDTH)), "determinism", "depends on time", "ask once"),
-    "a global counter": (lambda: stack_of(lambda: Global(WIDTH, WIDTH)), "determinism", "COUNTER`", "is_recomputing"),
-    "a wrong inverse": (lambda: stack_of(mlp, coupling=WrongInverse()), "coupling", "WrongInverse", "solve forward for x"),
+    "a NumPy generator": (
+        lambda: stack_of(OwnGenerator),
+        "determinism",
+        ".f.generator` drew",
+        "torch.Generator",
+    ),
+    "time": (
+        lambda: stack_of(lambda: Timed(WIDTH, WIDTH)),
+        "determinism",
+        "depends on time",
+        "ask once",
+    ),
+    "a global counter": (
+        lambda: stack_of(lambda: Global(WIDTH, WIDTH)),
+        "determinism",
+        "COUNTER`",
+        "is_recomputing",
+    ),
+    "a wrong inverse": (
+        lambda: stack_of(mlp, coupling=WrongInverse()),
+        "coupling",
+        "WrongInverse",
+        "solve forward for x",
+    ),
     "an inverse that is nearly right": (
         lambda: stack_of(mlp, coupling=AlmostRight()),
         "coupling",
@@ -350,7 +382,12 @@ FAULTS = {
         "a buffer outside the module tree",
         "register_buffer",
     ),
-    "a module in an object": (lambda: stack_of(Hidden), "state", "a buffer outside the module tree", "norm.running_mean"),
+    "a module in an object": (
+        lambda: stack_of(Hidden),
+        "state",
+        "a buffer outside the module tree",
+        "norm.running_mean",
+    ),
     "an input changed in place": (
         lambda: stack_of(lambda: InPlace(WIDTH, WIDTH)),
         "input",
@@ -392,7 +429,9 @@ def test_bfloat16_streams_at_depth_64():
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     report = rg.check(stack, x)
     assert kinds(report) & {"drift", "gradients"}
-    assert "the streams are bfloat16" in str(report.problems[0]) and "leave out stream_dtype" in str(report.problems[0])
+    assert "the streams are bfloat16" in str(
+        report.problems[0]
+    ) and "leave out stream_dtype" in str(report.problems[0])
     stack.stream_dtype = None
     assert rg.check(stack, x).ok
 
@@ -456,7 +495,11 @@ class Everything(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.linear, self.drop = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        self.norm, self.linear, self.drop = (
+            nn.BatchNorm1d(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Dropout(0.5),
+        )
         self.cache, self.table, self.kinds = [], {}, set()
         self.free = torch.zeros(WIDTH)
         self.count = 0
@@ -490,7 +533,11 @@ def state_of(network):
         "free": block.free.clone(),
         "random": [
             *(torch.get_rng_state(), block.generator.get_state()),
-            *(repr(block.numpy.bit_generator.state), random.getstate(), repr(numpy.random.get_state())),
+            *(
+                repr(block.numpy.bit_generator.state),
+                random.getstate(),
+                repr(numpy.random.get_state()),
+            ),
         ],
         "versions": [t._version for t in network.parameters()],
         "stack": [network.memory, network._backstage, network.training, torch.is_grad_enabled()],
@@ -503,15 +550,25 @@ def test_everything_is_put_back(memory):
     network = rg.ReversibleSequence([(Everything(), mlp()) for _ in range(3)], memory=memory)
     network(example()).sum().backward()
     x = example().requires_grad_()
-    before, identities = state_of(network), [id(t) for t in (*network.parameters(), *network.buffers())]
+    before, identities = (
+        state_of(network),
+        [id(t) for t in (*network.parameters(), *network.buffers())],
+    )
     report = rg.check(network, x)
     assert not report.ok  # it has every fault
     after = state_of(network)
     for what in ("state dict", "gradients", "free"):
         torch.testing.assert_close(after[what], before[what], rtol=0, atol=0, msg=what)
     assert after["attributes"] == before["attributes"]
-    assert after["versions"] == before["versions"] and after["stack"] == before["stack"] and after["hooks"] == before["hooks"]
-    assert all(torch.equal(a, b) if torch.is_tensor(a) else a == b for a, b in zip(after["random"], before["random"]))
+    assert (
+        after["versions"] == before["versions"]
+        and after["stack"] == before["stack"]
+        and after["hooks"] == before["hooks"]
+    )
+    assert all(
+        torch.equal(a, b) if torch.is_tensor(a) else a == b
+        for a, b in zip(after["random"], before["random"])
+    )
     assert identities == [id(t) for t in (*network.parameters(), *network.buffers())]
     assert x.grad is None
 

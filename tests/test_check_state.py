@@ -1,4 +1,6 @@
-"""`rg.check` and Python state: wherever functions keep it, what recompute changes is named, and everything is put back."""
+"""`rg.check` and Python state: wherever functions keep it, what recompute changes is named, and
+everything is put back.
+"""
 
 from __future__ import annotations
 
@@ -162,8 +164,17 @@ def test_a_counter_is_found_and_put_back(place, other_module):
     assert "determinism" in kinds(report), str(report)
     assert "not found" not in told(report, "determinism"), str(report)
     after = look("", stack, ())
-    assert {path: value[:4] for path, value in after.items()} == {path: value[:4] for path, value in before.items()}
-    assert count() == 1 or place in ("a global", "a list", "a class", "another module", "a function", "a new global")
+    assert {path: value[:4] for path, value in after.items()} == {
+        path: value[:4] for path, value in before.items()
+    }
+    assert count() == 1 or place in (
+        "a global",
+        "a list",
+        "a class",
+        "another module",
+        "a function",
+        "a new global",
+    )
 
 
 def test_new_globals_attributes_and_submodules_go_again():
@@ -287,7 +298,9 @@ def test_what_cannot_be_looked_into_is_passed_by():
 
 
 def test_much_state_does_not_crowd_out_modules():
-    network = nn.Sequential(stack_of(lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))))
+    network = nn.Sequential(
+        stack_of(lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)))
+    )
     network.grid = [[[object()] * 30 for _ in range(30)] for _ in range(90)]
     before = {name: value.clone() for name, value in network.state_dict().items()}
     assert rg.check(network, example(8, WIDTH)).ok
@@ -321,9 +334,15 @@ class Off(rg.Coupling):
 def test_stacks_in_a_list_are_all_checked():
     report = rg.check(InAList(stack_of(mlp), stack_of(mlp)), example())
     assert report.ok, str(report)
-    assert [stack.name for stack in report.stacks] == ["ReversibleSequence 1", "ReversibleSequence 2"]
+    assert [stack.name for stack in report.stacks] == [
+        "ReversibleSequence 1",
+        "ReversibleSequence 2",
+    ]
     assert len(report.gradients) == 2 * 4 * 2 * 4 + 2 and len(report.evaluations) == 16
-    for stacks in ((stack_of(mlp, coupling=Off()), stack_of(mlp)), (stack_of(mlp), stack_of(mlp, coupling=Off()))):
+    for stacks in (
+        (stack_of(mlp, coupling=Off()), stack_of(mlp)),
+        (stack_of(mlp), stack_of(mlp, coupling=Off())),
+    ):
         assert "coupling" in kinds(rg.check(InAList(*stacks), example()))
 
 
@@ -344,7 +363,9 @@ def test_a_network_that_inverts():
     class Flow(nn.Module):
         def __init__(self):
             super().__init__()
-            self.stack = rg.ReversibleSequence([(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3)], streams=rg.Split())
+            self.stack = rg.ReversibleSequence(
+                [(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3)], streams=rg.Split()
+            )
 
         def forward(self, x):
             return self.stack(self.stack.inverse(x))
@@ -389,7 +410,10 @@ def test_interrupts_leave_everything_as_it_was():
             return super().forward(x)
 
     for after in range(0, 60, 3):
-        stack, remaining = stack_of(lambda: Interrupts(WIDTH, WIDTH)), iter(range(after))  # which nobody puts back
+        stack, remaining = (
+            stack_of(lambda: Interrupts(WIDTH, WIDTH)),
+            iter(range(after)),
+        )  # which nobody puts back
         with pytest.raises(KeyboardInterrupt):
             rg.check(stack, example())
         assert observers == [] and stack.blocks[0].f.calls == 0 and torch.is_grad_enabled()

@@ -1,4 +1,6 @@
-"""`Chunked`: the same function in pieces, with inner activations that shrink by as much. And `rg.measure`."""
+"""`Chunked`: the same function in pieces, with inner activations that shrink by as much. And
+`rg.measure`.
+"""
 
 import copy
 
@@ -14,7 +16,9 @@ from tests import zoo
 
 class Wide(nn.Sequential):
     def __init__(self, width, dropout=0.0):
-        super().__init__(nn.Linear(width, 8 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(8 * width, width))
+        super().__init__(
+            nn.Linear(width, 8 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(8 * width, width)
+        )
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 8, 100])
@@ -27,11 +31,14 @@ def test_the_same_result_and_gradients(chunks):
         torch.testing.assert_close(chunked(x), fn(x))
 
 
-@pytest.mark.parametrize("memory", [rg.Reverse(), rg.Reverse(keep_last=False), rg.Budget("60%"), rg.Keep()], ids=str)
+@pytest.mark.parametrize(
+    "memory", [rg.Reverse(), rg.Reverse(keep_last=False), rg.Budget("60%"), rg.Keep()], ids=str
+)
 def test_in_a_stack_with_dropout_and_a_context(memory):
     torch.manual_seed(0)
     stack = rg.ReversibleSequence(
-        [(zoo.Mix(4), rg.Chunked(zoo.Mix(4, dropout=0.3), 3)) for _ in range(4)], route={"context": "fg"}
+        [(zoo.Mix(4), rg.Chunked(zoo.Mix(4, dropout=0.3), 3)) for _ in range(4)],
+        route={"context": "fg"},
     )
     stack = stack.double()
     x, context = (torch.randn(2, 7, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -61,13 +68,17 @@ def test_inner_activations_shrink_by_the_number_of_chunks():
 
 
 def test_its_price_is_one_more_evaluation():
-    stack = rg.ReversibleSequence([(Wide(8), rg.Chunked(Wide(8), 2)) for _ in range(3)], memory=rg.Reverse(keep_last=False))
+    stack = rg.ReversibleSequence(
+        [(Wide(8), rg.Chunked(Wide(8), 2)) for _ in range(3)], memory=rg.Reverse(keep_last=False)
+    )
     x = torch.randn(2, 6, 8)
     calls = []
     stack.blocks[0].g.fn.register_forward_pre_hook(lambda *_: calls.append(1))
     measured = rg.measure.step(lambda: stack(x).sum().backward(), stack)
     assert measured.evaluations["blocks.0.f"] == 2
-    assert len(calls) == 2 * 3 * 2  # two pieces, three times, in each of the two steps that `measure` runs
+    assert (
+        len(calls) == 2 * 3 * 2
+    )  # two pieces, three times, in each of the two steps that `measure` runs
 
 
 @pytest.mark.parametrize(
@@ -76,7 +87,11 @@ def test_its_price_is_one_more_evaluation():
         (lambda: rg.Chunked(nn.ReLU(), 0), ValueError, "chunks is a whole number"),
         (lambda: rg.Chunked(nn.ReLU(), 2.0), ValueError, "chunks is a whole number"),
         (lambda: rg.Chunked("fn", 2), TypeError, "fn is a module or a function"),
-        (lambda: rg.Chunked(nn.ReLU(), 2, dim=3)(torch.zeros(2, 2)), ValueError, "the input has 2 dimensions"),
+        (
+            lambda: rg.Chunked(nn.ReLU(), 2, dim=3)(torch.zeros(2, 2)),
+            ValueError,
+            "the input has 2 dimensions",
+        ),
     ],
 )
 def test_what_makes_no_sense(make, error, text):
@@ -90,7 +105,10 @@ def test_what_makes_no_sense(make, error, text):
 def test_measure_counts_what_a_step_takes():
     torch.manual_seed(0)
     x = torch.randn(2, 16, 32)
-    model = nn.Sequential(nn.Linear(32, 32), rg.ReversibleSequence([(Attention(32, 2), FeedForward(32)) for _ in range(6)]))
+    model = nn.Sequential(
+        nn.Linear(32, 32),
+        rg.ReversibleSequence([(Attention(32, 2), FeedForward(32)) for _ in range(6)]),
+    )
     run = lambda: model(x).square().mean().backward()  # noqa: E731
     reverse = rg.measure.step(run, model)
     model[1].memory = rg.Keep()

@@ -14,7 +14,9 @@ from retrograd.bench import matrix
 @pytest.fixture
 def tiny(monkeypatch):
     monkeypatch.setattr(
-        matrix, "QUICK", [replace(matrix.SHOWN, name="depth", blocks=n, width=8, batch=1, tokens=8) for n in (2, 4)]
+        matrix,
+        "QUICK",
+        [replace(matrix.SHOWN, name="depth", blocks=n, width=8, batch=1, tokens=8) for n in (2, 4)],
     )
 
 
@@ -77,7 +79,11 @@ def test_rows_that_cannot_be_read(rows, tmp_path, capsys):
 
 
 def test_as_a_program():
-    done = subprocess.run([sys.executable, "-m", "retrograd", "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "retrograd", "--help"], capture_output=True, text=True, check=True
+    )
     assert "bench" in done.stdout
-    wrong = subprocess.run([sys.executable, "-m", "retrograd", "bunch"], capture_output=True, text=True)
+    wrong = subprocess.run(
+        [sys.executable, "-m", "retrograd", "bunch"], capture_output=True, text=True
+    )
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr

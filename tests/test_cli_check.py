@@ -1,4 +1,6 @@
-"""`retrograd check`, `plan`, `info`, `completion`: what they print, their exit codes, and mistakes in one line."""
+"""`retrograd check`, `plan`, `info`, `completion`: what they print, their exit codes, and mistakes
+in one line.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,22 @@ import retrograd as rg
 
 def sound():
     torch.manual_seed(0)
-    return rg.ReversibleSequence([(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(4)]), torch.randn(2, 4)
+    stack = rg.ReversibleSequence([(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(4)])
+    return stack, torch.randn(2, 4)
 
 def wrong():
     class Draws(nn.Linear):
         def forward(self, x):
             return super().forward(x) * random.random()
-    return rg.ReversibleSequence([(Draws(4, 4), Draws(4, 4)) for _ in range(4)]), (torch.randn(2, 4),)
+    stack = rg.ReversibleSequence([(Draws(4, 4), Draws(4, 4)) for _ in range(4)])
+    return stack, (torch.randn(2, 4),)
 
 def keywords():
     class Scaled(nn.Linear):
         def forward(self, x, scale):
             return super().forward(x) * scale
-    return [(Scaled(4, 4), Scaled(4, 4)) for _ in range(2)], (torch.randn(2, 4),), {"scale": torch.rand(4)}
+    pairs = [(Scaled(4, 4), Scaled(4, 4)) for _ in range(2)]
+    return pairs, (torch.randn(2, 4),), {"scale": torch.rand(4)}
 
 def fails():
     raise OSError("no such data set")
@@ -103,7 +108,9 @@ def here(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("target", ["my_networks:sound", "my_networks.py:sound", "my_networks:keywords"])
+@pytest.mark.parametrize(
+    "target", ["my_networks:sound", "my_networks.py:sound", "my_networks:keywords"]
+)
 def test_a_sound_network_ends_with_0(target, capsys):
     assert cli.main(["check", target]) == 0
     assert capsys.readouterr().out.startswith("retrograd check: ok.")
@@ -135,13 +142,22 @@ def test_nobody_reads():
     ends = {}
     for end in ("| true; exit ${PIPESTATUS[0]}", "> /dev/full"):
         command = f"{sys.executable} -m retrograd info {end}"
-        ends[end[0]] = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=buffered)
+        ends[end[0]] = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, env=buffered
+        )
     assert ends["|"].returncode in (0, 141) and "Exception" not in ends["|"].stderr
-    assert ends[">"].returncode == 2 and "No space left" in ends[">"].stderr and ends[">"].stderr.count("\n") == 1
+    assert (
+        ends[">"].returncode == 2
+        and "No space left" in ends[">"].stderr
+        and ends[">"].stderr.count("\n") == 1
+    )
 
 
 def test_pictures_and_pages(tmp_path):
-    assert cli.main(["check", "my_networks:sound", "--plot", "report.PNG", "--html", "report.html"]) == 0
+    assert (
+        cli.main(["check", "my_networks:sound", "--plot", "report.PNG", "--html", "report.html"])
+        == 0
+    )
     assert (tmp_path / "report.PNG").stat().st_size > 5000
     page = (tmp_path / "report.html").read_text()
     assert page.startswith("<!doctype html>") and "<svg" in page
@@ -153,7 +169,10 @@ MISTAKES = {
     "no file": ("nowhere.py:f", "there is no file nowhere.py"),
     "no such name": ("my_networks:soudn", "Did you mean sound?"),
     "not a function": ("my_networks:number", "not a function that returns"),
-    "a factory that fails": ("my_networks:fails", "OSError: no such data set (my_networks.py, line"),
+    "a factory that fails": (
+        "my_networks:fails",
+        "OSError: no such data set (my_networks.py, line",
+    ),
     "a module that cannot be imported": ("my_broken:f", "No module named 'no_such_library_at_all'"),
     "a module that cannot be read": ("my_typo:f", "SyntaxError"),
     "one thing": ("my_networks:one", "returned Linear, not (module, args)"),
@@ -202,14 +221,21 @@ def test_a_plan(tmp_path, capsys):
 def test_stacks_are_planned_wherever_they_are(capsys):
     assert cli.main(["plan", "my_networks:in_a_list", "--memory", "own", "--json"]) == 0
     plans = json.loads(capsys.readouterr().out)
-    assert [plan["stack"] for plan in plans] == ["ReversibleSequence 1", "ReversibleSequence 2", "Reversible 1"]
+    assert [plan["stack"] for plan in plans] == [
+        "ReversibleSequence 1",
+        "ReversibleSequence 2",
+        "Reversible 1",
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["my_networks:sound", "--memory", "lots"], "own, reverse, keep, anchor=16, or a budget"),
-        (["my_networks:sound", "--memory", "anchor=0"], "own, reverse, keep, anchor=16, or a budget"),
+        (
+            ["my_networks:sound", "--memory", "anchor=0"],
+            "own, reverse, keep, anchor=16, or a budget",
+        ),
         (["my_networks:sound", "--memory", "3 B"], "are less than the"),
         (["my_networks:plain"], "no stack of retrograd ran"),
     ],

@@ -1,4 +1,6 @@
-"""Functions that communicate: what is recomputed is the same in every process, whatever its shapes, so collectives match."""
+"""Functions that communicate: what is recomputed is the same in every process, whatever its shapes,
+so collectives match.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ REVERSED = [name for name in MEMORY if name != "keep"]
 
 
 class Balanced(nn.Module):
-    """Returns beside its output how evenly all processes together use it, as routers of experts do."""
+    """Returns beside its output how evenly all processes together use it, as routers of
+    experts do.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,10 +57,18 @@ class Centred(nn.Module):
 # --- in the processes
 
 
-def train(function: type[nn.Module], lengths: tuple[int, int], half_without_gradients: bool, memory: Any, rank: int) -> Gradients:
+def train(
+    function: type[nn.Module],
+    lengths: tuple[int, int],
+    half_without_gradients: bool,
+    memory: Any,
+    rank: int,
+) -> Gradients:
     """Two steps; which process has which length changes."""
     torch.manual_seed(17)
-    stack = rg.ReversibleSequence([(function(), function()) for _ in range(4)], memory=memory).double()
+    stack = rg.ReversibleSequence(
+        [(function(), function()) for _ in range(4)], memory=memory
+    ).double()
     grads: Gradients = []
     for step in range(2):
         generator = torch.Generator().manual_seed(10 * step + rank)
@@ -75,7 +87,11 @@ def plans(rank: int) -> list[list[Any]]:
     def build(memory: Any) -> rg.ReversibleSequence:
         torch.manual_seed(17)
         stack = rg.ReversibleSequence(
-            [(nn.Sequential(nn.Linear(17, 33), nn.Tanh(), nn.Linear(33, 17)), nn.Linear(17, 17)) for _ in range(6)], memory=memory
+            [
+                (nn.Sequential(nn.Linear(17, 33), nn.Tanh(), nn.Linear(33, 17)), nn.Linear(17, 17))
+                for _ in range(6)
+            ],
+            memory=memory,
         )
         for block in stack.blocks:
             fully_shard(block, mesh=init_device_mesh("cpu", (WORLD,)))
@@ -89,7 +105,11 @@ def plans(rank: int) -> list[list[Any]]:
             stack(torch.randn(3, 20, 17)).square().mean().backward()
             (profile,) = stack._backstage.profiles.values()
             plan = profile.plan(stack.memory, True)
-            own = [plan.spare, plan.kept, sorted((i, choice.output) for i, choice in plan.choices.items())]
+            own = [
+                plan.spare,
+                plan.kept,
+                sorted((i, choice.output) for i, choice in plan.choices.items()),
+            ]
         except rg.BudgetError:
             own = []
         everyone: list[Any] = [None] * WORLD
@@ -116,9 +136,13 @@ def sharded_updates(memory: Any, rank: int) -> Gradients:
 def exact_pipeline(rank: int) -> Gradients:
     """Shapes are given, so that torch does not try the stages on uninitialised memory."""
     stack = exact_stack()
-    half = rg.ReversibleSequence([(b.f, b.g) for b in list(stack.blocks)[2 * rank :][:2]], streams=rg.Split(), exact=True)
+    half = rg.ReversibleSequence(
+        [(b.f, b.g) for b in list(stack.blocks)[2 * rank :][:2]], streams=rg.Split(), exact=True
+    )
     shape = torch.empty(1, 8, device="meta", requires_grad=True)
-    stage = PipelineStage(half, rank, WORLD, torch.device("cpu"), input_args=(shape,), output_args=(shape,))
+    stage = PipelineStage(
+        half, rank, WORLD, torch.device("cpu"), input_args=(shape,), output_args=(shape,)
+    )
     schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
     x, target = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
     schedule.step(x) if rank == 0 else schedule.step(target=target)
@@ -127,7 +151,9 @@ def exact_pipeline(rank: int) -> Gradients:
 
 def exact_stack() -> rg.ReversibleSequence:
     torch.manual_seed(17)
-    return rg.ReversibleSequence([(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(4)], streams=rg.Split(), exact=True)
+    return rg.ReversibleSequence(
+        [(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(4)], streams=rg.Split(), exact=True
+    )
 
 
 SETUPS: dict[str, tuple[type[nn.Module], tuple[int, int], bool]] = {
@@ -137,7 +163,10 @@ SETUPS: dict[str, tuple[type[nn.Module], tuple[int, int], bool]] = {
 }
 CASES: dict[str, processes.Case] = {"plans": plans, "exact-pipeline": exact_pipeline}
 for name, memory in MEMORY.items():
-    CASES |= {f"{setup}-{name}": functools.partial(train, *options, memory) for setup, options in SETUPS.items()}
+    CASES |= {
+        f"{setup}-{name}": functools.partial(train, *options, memory)
+        for setup, options in SETUPS.items()
+    }
     CASES[f"updates-{name}"] = functools.partial(sharded_updates, memory)
 
 
@@ -167,11 +196,15 @@ def test_every_process_comes_to_the_same_plan(results):
 @pytest.mark.parametrize("memory", MEMORY)
 def test_updates_may_be_sharded(results, memory):
     torch.manual_seed(17)
-    program = rg.Reversible([rg.Update("ab"[i % 2], zoo.Mix(4), ("ba"[i % 2],)) for i in range(6)], memory=rg.Keep()).double()
+    program = rg.Reversible(
+        [rg.Update("ab"[i % 2], zoo.Mix(4), ("ba"[i % 2],)) for i in range(6)], memory=rg.Keep()
+    ).double()
     of_ranks = []
     for rank in range(WORLD):
         generator = torch.Generator().manual_seed(rank)
-        streams = {name: torch.randn(2, 4, dtype=torch.float64, generator=generator) for name in "ab"}
+        streams = {
+            name: torch.randn(2, 4, dtype=torch.float64, generator=generator) for name in "ab"
+        }
         zoo.loss(program(streams)).backward()
         of_ranks.append(processes.gradients(program))
     for got in results[f"updates-{memory}"]:

@@ -1,7 +1,8 @@
-"""Defects of the originals that retrograd does not have. Each check must hold here and fail on the original.
+"""Defects of the originals that retrograd does not have. Each check must hold here and fail on the
+original.
 
-A check returns whether a module does the right thing; an exception counts as no. That the original still fails shows that the
-check can fail at all.
+A check returns whether a module does the right thing; an exception counts as no. That the original
+still fails shows that the check can fail at all.
 """
 
 import copy
@@ -28,12 +29,16 @@ SYSTEMS = {
 def sequence(system, module, make=None, depth=3, **options):
     """A stack of one system whose functions are made by `make(axis)`."""
     if system == "se3":
-        return module.ReversibleSequence(pairs(make or (lambda: ByDegree(WIDTH, 0.0)), depth), **options).double()
+        return module.ReversibleSequence(
+            pairs(make or (lambda: ByDegree(WIDTH, 0.0)), depth), **options
+        ).double()
     axis = 1 if system == "axial" else 2
     make = make or (lambda: Function(WIDTH, 0.0, axis=axis))
     if system == "video and audio":
         types = ["intra_modality_cross_attn"] * depth
-        return module.DualModalityReversibleSequence([[make() for _ in range(4)] for _ in types], types).double()
+        return module.DualModalityReversibleSequence(
+            [[make() for _ in range(4)] for _ in types], types
+        ).double()
     return module.ReversibleSequence(pairs(make, depth), **options).double()
 
 
@@ -75,7 +80,10 @@ def grads(net):
 
 
 def close(a, b):
-    return all(x is not None and y is not None and torch.allclose(x, y, rtol=1e-9, atol=1e-9) for x, y in zip(a, b))
+    return all(
+        x is not None and y is not None and torch.allclose(x, y, rtol=1e-9, atol=1e-9)
+        for x, y in zip(a, b)
+    )
 
 
 every_system = pytest.mark.parametrize("system", SYSTEMS)
@@ -103,11 +111,17 @@ def test_backward_in_eval(system):
 
 @every_system
 def test_two_forwards_before_a_backward(system):
-    """With dropout. The originals keep the random state on the module, where the second forward overwrites it."""
+    """With dropout. The originals keep the random state on the module, where the second forward
+    overwrites it.
+    """
 
     def check(system, module):
         axis = 1 if system == "axial" else 2
-        make = (lambda: ByDegree(WIDTH, 0.5)) if system == "se3" else (lambda: Function(WIDTH, 0.5, axis=axis))
+        make = (
+            (lambda: ByDegree(WIDTH, 0.5))
+            if system == "se3"
+            else (lambda: Function(WIDTH, 0.5, axis=axis))
+        )
         net = sequence(system, module, make)
         x = example(system, requires_grad=True)
         torch.manual_seed(0)
@@ -127,7 +141,9 @@ def test_two_forwards_before_a_backward(system):
 def test_autograd_grad(system):
     def check(system, module):
         net = sequence(system, module)
-        found = torch.autograd.grad(run(system, net, example(system, requires_grad=True)), list(net.parameters()))
+        found = torch.autograd.grad(
+            run(system, net, example(system, requires_grad=True)), list(net.parameters())
+        )
         return all(g is not None for g in found)
 
     fails_there_holds_here(check, system)
@@ -163,7 +179,9 @@ def test_buffers_are_updated_once(system):
     def check(system, module):
         net = sequence(system, module, Counted)
         run(system, net, example(system, requires_grad=True)).backward()
-        return {int(b) for name, b in net.named_buffers() if name.endswith("num_batches_tracked")} == {1}
+        return {
+            int(b) for name, b in net.named_buffers() if name.endswith("num_batches_tracked")
+        } == {1}
 
     fails_there_holds_here(check, system)
 
@@ -213,7 +231,9 @@ class Encoder(torch.autograd.Function):
 
 @every_system
 def test_the_encoder_is_walked_back_once(system):
-    """A decoder of depth 24 whose functions all read the context. The originals walk the encoder back once for each function."""
+    """A decoder of depth 24 whose functions all read the context. The originals walk the encoder
+    back once for each function.
+    """
     depth = 24
     options = {"args_route": {"context": [(True, False)] * depth}} if system == "nuwa" else {}
 
@@ -222,7 +242,13 @@ def test_the_encoder_is_walked_back_once(system):
         source = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
         Encoder.backwards = 0
         kwargs = {"context_mask": None} if system == "video and audio" else {}
-        run(system, net, example(system, requires_grad=True), context=Encoder.apply(source), **kwargs).backward()
+        run(
+            system,
+            net,
+            example(system, requires_grad=True),
+            context=Encoder.apply(source),
+            **kwargs,
+        ).backward()
         return Encoder.backwards == 1 and source.grad.abs().sum() > 0
 
     fails_there_holds_here(check, system)
@@ -237,7 +263,9 @@ def test_context_that_only_g_gets(system):
     def check(system, module):
         net = sequence(system, module, **options)
         source = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-        run(system, net, example(system, requires_grad=True), context=source.sin(), **kwargs).backward()
+        run(
+            system, net, example(system, requires_grad=True), context=source.sin(), **kwargs
+        ).backward()
         return source.grad.abs().sum() > 0
 
     fails_there_holds_here(check, system)
@@ -250,13 +278,18 @@ def test_layer_dropout_on_short_inputs():
         net = sequence(system, module, depth=6, layer_dropout=0.5, reverse_thres=100)
         x = example(system, requires_grad=True)
         run(system, net, x).backward()
-        return any(p.grad is not None and p.grad.abs().sum() > 0 for p in net.parameters()) and x.grad.abs().sum() > 0
+        return (
+            any(p.grad is not None and p.grad.abs().sum() > 0 for p in net.parameters())
+            and x.grad.abs().sum() > 0
+        )
 
     fails_there_holds_here(check, "reformer")
 
 
 def test_default_arguments_stay_empty():
-    """With `send_signal` the originals write into the default of `f_args`, which every block shares."""
+    """With `send_signal` the originals write into the default of `f_args`, which every block
+    shares.
+    """
 
     def check(system, module):
         signals = []
@@ -266,7 +299,9 @@ def test_default_arguments_stay_empty():
                 signals.append(dict(kwargs))
                 return super().forward(x)
 
-        loud = module.ReversibleBlock(Listener(WIDTH, 0.0), Listener(WIDTH, 0.0), 5, send_signal=True).double()
+        loud = module.ReversibleBlock(
+            Listener(WIDTH, 0.0), Listener(WIDTH, 0.0), 5, send_signal=True
+        ).double()
         quiet = module.ReversibleBlock(Listener(WIDTH, 0.0), Listener(WIDTH, 0.0)).double()
         loud(example("reformer"))
         quiet(example("reformer"))
@@ -297,7 +332,9 @@ def test_degrees_of_any_shape():
 
 
 def test_gradients_here_are_those_of_plain_autograd():
-    """The checks above ask whether there are gradients; that they are right is for the parity tests, where originals work."""
+    """The checks above ask whether there are gradients; that they are right is for the parity
+    tests, where originals work.
+    """
     for system, (ours, _) in SYSTEMS.items():
         net, x = sequence(system, ours), example(system)
         plain = copy.deepcopy(net)

@@ -1,4 +1,6 @@
-"""Whole models of the packages: after `install`, the same loss, gradients, random draws and checkpoints as before."""
+"""Whole models of the packages: after `install`, the same loss, gradients, random draws and
+checkpoints as before.
+"""
 
 import copy
 from collections.abc import Callable
@@ -24,14 +26,18 @@ def _uninstalled():
 
 @pytest.fixture(autouse=True)
 def _double_precision(monkeypatch):
-    """nuwa's attention asks for its softmax in float32, and cannot go on from there in float64: it keeps its input's type."""
+    """nuwa's attention asks for its softmax in float32, and cannot go on from there in float64: it
+    keeps its input's type.
+    """
     softmax = torch.Tensor.softmax
     monkeypatch.setattr(torch.Tensor, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
 
 
 @pytest.fixture(autouse=True)
 def _no_files(monkeypatch):
-    """se3-transformer-pytorch keeps files in the home directory, unless this is set when it is imported."""
+    """se3-transformer-pytorch keeps files in the home directory, unless this is set when it is
+    imported.
+    """
     monkeypatch.setenv("CLEAR_CACHE", "1")
 
 
@@ -67,26 +73,46 @@ def weighted(*outputs):
 
 def reformer(**options):
     """16 tokens in buckets of 4: LSH attention, as the limit up to which attention is full is 0."""
-    options = {"depth": 3, "heads": 2, "dim_head": 4, "bucket_size": 4, "n_hashes": 2, "ff_chunks": 4, **options}
+    options = {
+        "depth": 3,
+        "heads": 2,
+        "dim_head": 4,
+        "bucket_size": 4,
+        "n_hashes": 2,
+        "ff_chunks": 4,
+        **options,
+    }
 
     def build():
         return load("reformer_pytorch").ReformerLM(num_tokens=11, dim=8, max_seq_len=16, **options)
 
     def run(model, dtype):
         tokens = torch.randint(11, (2, 17))
-        return F.cross_entropy(model(tokens[:, :-1], input_mask=mask(2, 16)).transpose(1, 2), tokens[:, 1:]), {}
+        return F.cross_entropy(
+            model(tokens[:, :-1], input_mask=mask(2, 16)).transpose(1, 2), tokens[:, 1:]
+        ), {}
 
     return Case("reformer_pytorch", {"reformer"}, build, run)
 
 
 def reformer_encoder_decoder():
     """The decoder's keyword argument `keys` comes from an encoder that is reversible, too."""
-    shared = {"num_tokens": 11, "max_seq_len": 16, "heads": 2, "dim_head": 4, "bucket_size": 4, "n_hashes": 2, "ff_chunks": 2}
+    shared = {
+        "num_tokens": 11,
+        "max_seq_len": 16,
+        "heads": 2,
+        "dim_head": 4,
+        "bucket_size": 4,
+        "n_hashes": 2,
+        "ff_chunks": 2,
+    }
     options = {f"{part}_{name}": value for part in ("enc", "dec") for name, value in shared.items()}
 
     def build():
         package = load("reformer_pytorch")
-        return package.ReformerEncDec(dim=8, enc_depth=2, dec_depth=3, enc_ff_dropout=0.1, dec_lsh_dropout=0.1, **options)
+        return package.ReformerEncDec(
+            dim=8, enc_depth=2, dec_depth=3, enc_ff_dropout=0.1, dec_lsh_dropout=0.1, **options
+        )
 
     def run(model, dtype):
         texts = torch.randint(1, 11, (2, 16)), torch.randint(1, 11, (2, 17))
@@ -97,7 +123,9 @@ def reformer_encoder_decoder():
 
 def axial(**options):
     def build():
-        return load("axial_attention").AxialImageTransformer(dim=4, depth=2, heads=2, reversible=True, **options)
+        return load("axial_attention").AxialImageTransformer(
+            dim=4, depth=2, heads=2, reversible=True, **options
+        )
 
     def run(model, dtype):
         image = leaf(2, 4, 3, 5, dtype=dtype)
@@ -107,7 +135,15 @@ def axial(**options):
 
 
 def se3(tolerance=1e-11, **options):
-    options = {"heads": 2, "dim_head": 4, "depth": 2, "num_degrees": 2, "output_degrees": 2, "num_neighbors": 3, **options}
+    options = {
+        "heads": 2,
+        "dim_head": 4,
+        "depth": 2,
+        "num_degrees": 2,
+        "output_degrees": 2,
+        "num_neighbors": 3,
+        **options,
+    }
 
     def build():
         return load("se3_transformer_pytorch").SE3Transformer(dim=4, reversible=True, **options)
@@ -125,10 +161,16 @@ def nuwa(**options):
     options = {"depth": 2, "heads": 2, "dim_head": 4, **options}
 
     def build():
-        return load("nuwa_pytorch.nuwa_pytorch").ReversibleTransformer(dim=8, cross_attend=True, **options)
+        return load("nuwa_pytorch.nuwa_pytorch").ReversibleTransformer(
+            dim=8, cross_attend=True, **options
+        )
 
     def run(model, dtype):
-        x, context, rotary = leaf(2, 8, 8, dtype=dtype), leaf(2, 4, 8, dtype=dtype), leaf(8, 4, dtype=dtype)
+        x, context, rotary = (
+            leaf(2, 8, 8, dtype=dtype),
+            leaf(2, 4, 8, dtype=dtype),
+            leaf(8, 4, dtype=dtype),
+        )
         kwargs = {"context": context, "context_mask": mask(2, 4), "mask": mask(2, 8)}
         if "sparse_3dna_attn" not in options:
             kwargs["rotary_pos_emb"] = rotary
@@ -138,19 +180,39 @@ def nuwa(**options):
 
 
 def nuwa_video_audio(**options):
-    """A block of each type, twice. The length of the audio is drawn: the model keeps a mask for the last one as a buffer."""
+    """A block of each type, twice. The length of the audio is drawn: the model keeps a mask for the
+    last one as a buffer.
+    """
     options = {"depth": 2, "heads": 2, "dim_head": 4, "cross_modality_attn_every": 1, **options}
-    shapes = {"num_audio_tokens_per_video_frame": 2, "num_video_tokens_per_frame": 4, "sparse_3dna_video_shape": (2, 2, 2)}
+    shapes = {
+        "num_audio_tokens_per_video_frame": 2,
+        "num_video_tokens_per_frame": 4,
+        "sparse_3dna_video_shape": (2, 2, 2),
+    }
 
     def build():
         module = load("nuwa_pytorch.nuwa_pytorch")
-        return module.ReversibleDualModalityDecoder(dim=8, sparse_2dna_kernel_size=3, **shapes, **options)
+        return module.ReversibleDualModalityDecoder(
+            dim=8, sparse_2dna_kernel_size=3, **shapes, **options
+        )
 
     def run(model, dtype):
         length = torch.randint(3, 6, ()).item()
-        video, audio, context = leaf(2, 8, 8, dtype=dtype), leaf(2, length, 8, dtype=dtype), leaf(2, 4, 8, dtype=dtype)
-        masks = {"context_mask": mask(2, 4), "video_mask": mask(2, 8), "audio_mask": mask(2, length)}
-        return weighted(*model(video, audio, context=context, **masks)), {"video": video, "audio": audio, "context": context}
+        video, audio, context = (
+            leaf(2, 8, 8, dtype=dtype),
+            leaf(2, length, 8, dtype=dtype),
+            leaf(2, 4, 8, dtype=dtype),
+        )
+        masks = {
+            "context_mask": mask(2, 4),
+            "video_mask": mask(2, 8),
+            "audio_mask": mask(2, length),
+        }
+        return weighted(*model(video, audio, context=context, **masks)), {
+            "video": video,
+            "audio": audio,
+            "context": context,
+        }
 
     return Case("nuwa_pytorch", {"nuwa_video_audio"}, build, run)
 
@@ -177,7 +239,9 @@ def texts_and_videos(**sounds):
 
 
 def whole_nuwa(drop_condition=0.0):
-    """From text to video: a reversible encoder gives the context of a reversible decoder with sparse attention."""
+    """From text to video: a reversible encoder gives the context of a reversible decoder with
+    sparse attention.
+    """
 
     def build():
         return load("nuwa_pytorch").NUWA(vae=NoImages(), **NUWA)
@@ -190,7 +254,11 @@ def whole_nuwa(drop_condition=0.0):
 
 def whole_nuwa_video_audio():
     def build():
-        options = {"num_audio_tokens": 9, "num_audio_tokens_per_video_frame": 2, "cross_modality_attn_every": 1}
+        options = {
+            "num_audio_tokens": 9,
+            "num_audio_tokens_per_video_frame": 2,
+            "cross_modality_attn_every": 1,
+        }
         return load("nuwa_pytorch").NUWAVideoAudio(
             vae=NoImages(), image_size=4, sparse_3dna_rel_pos_bias=False, **options, **NUWA
         )
@@ -202,7 +270,11 @@ def whole_nuwa_video_audio():
 
 
 DROPOUT = {"attn_dropout": 0.2, "ff_dropout": 0.2}
-SPARSE = {"sparse_3dna_attn": True, "sparse_3dna_video_shape": (2, 2, 2), "shift_video_tokens": True}
+SPARSE = {
+    "sparse_3dna_attn": True,
+    "sparse_3dna_video_shape": (2, 2, 2),
+    "shift_video_tokens": True,
+}
 CASES = {
     "reformer": reformer(),
     "reformer-causal": reformer(causal=True),
@@ -216,21 +288,38 @@ CASES = {
     "axial-positions": axial(axial_pos_emb_shape=(3, 5)),
     "se3": se3(),
     "se3-edges": se3(num_edge_tokens=3, edge_dim=2, rotary_position=True, use_null_kv=True),
-    # The package makes rotary embeddings in float32: gradients through that keyword argument agree to 1e-7.
-    "se3-distances": se3(tolerance=1e-5, rotary_rel_dist=True, fourier_encode_dist=True, one_headed_key_values=True),
+    # The package makes rotary embeddings in float32: gradients through that keyword argument agree
+    # to 1e-7.
+    "se3-distances": se3(
+        tolerance=1e-5, rotary_rel_dist=True, fourier_encode_dist=True, one_headed_key_values=True
+    ),
     "nuwa": nuwa(),
     "nuwa-dropout": nuwa(causal=True, ff_chunk_size=3, **DROPOUT),
     "nuwa-sparse": nuwa(causal=True, **SPARSE, **DROPOUT),
     "nuwa-video-audio": nuwa_video_audio(),
-    "nuwa-video-audio-dropout": nuwa_video_audio(shift_video_tokens=True, shift_audio_tokens=True, **DROPOUT),
+    "nuwa-video-audio-dropout": nuwa_video_audio(
+        shift_video_tokens=True, shift_audio_tokens=True, **DROPOUT
+    ),
     "whole-nuwa": whole_nuwa(),
     "whole-nuwa-video-audio": whole_nuwa_video_audio(),
 }
-# As users run them. Rebuilding a stream rounds at 1e-7 of its size, and normalisations enlarge that a hundredfold.
+# As users run them. Rebuilding a stream rounds at 1e-7 of its size, and normalisations enlarge that
+# a hundredfold.
 FLOAT32 = ("reformer-dropout", "axial", "se3-edges", "nuwa-dropout", "nuwa-video-audio-dropout")
-CASES |= {f"{name}-float32": CASES[name]._replace(dtype=torch.float32, tolerance=1e-4) for name in FLOAT32}
+CASES |= {
+    f"{name}-float32": CASES[name]._replace(dtype=torch.float32, tolerance=1e-4) for name in FLOAT32
+}
 
-SYSTEMS = {name: CASES[name] for name in ("reformer-dropout", "axial", "se3-edges", "nuwa-dropout", "nuwa-video-audio-dropout")}
+SYSTEMS = {
+    name: CASES[name]
+    for name in (
+        "reformer-dropout",
+        "axial",
+        "se3-edges",
+        "nuwa-dropout",
+        "nuwa-video-audio-dropout",
+    )
+}
 
 
 # --- running them
@@ -263,17 +352,23 @@ def step(model, case, seed=7):
     loss, inputs = case.run(model, case.dtype)
     loss.backward()
     leaves = dict(model.named_parameters()) | inputs
-    gradients = {name: None if leaf.grad is None else leaf.grad.clone() for name, leaf in leaves.items()}
+    gradients = {
+        name: None if leaf.grad is None else leaf.grad.clone() for name, leaf in leaves.items()
+    }
     return Step(loss.item(), gradients, torch.get_rng_state())
 
 
 def difference(ours, theirs):
-    """The largest difference of two steps' gradients, of the largest gradient. Both have to lack the same ones."""
+    """The largest difference of two steps' gradients, of the largest gradient. Both have to lack
+    the same ones.
+    """
     names = [name for name, grad in theirs.gradients.items() if grad is not None]
     assert names == [name for name, grad in ours.gradients.items() if grad is not None]
     scale = max(theirs.gradients[name].abs().max() for name in names)
     assert 0 < scale < float("inf")
-    return max((ours.gradients[name] - theirs.gradients[name]).abs().max() / scale for name in names).item()
+    return max(
+        (ours.gradients[name] - theirs.gradients[name]).abs().max() / scale for name in names
+    ).item()
 
 
 def assert_same(ours, theirs, case):
@@ -284,7 +379,9 @@ def assert_same(ours, theirs, case):
 
 def homes(model):
     """The files of retrograd that its classes come from."""
-    return {home for part in model.modules() if (home := type(part).__module__).startswith("retrograd.")}
+    return {
+        home for part in model.modules() if (home := type(part).__module__).startswith("retrograd.")
+    }
 
 
 # --- the promise
@@ -292,7 +389,9 @@ def homes(model):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_step(name):
-    """Loss, gradients of parameters and inputs, and random state; with weights that went from theirs to ours and back."""
+    """Loss, gradients of parameters and inputs, and random state; with weights that went from
+    theirs to ours and back.
+    """
     case = CASES[name]
     first, theirs = made(case, seed=1), made(case, seed=2)
     ours = installed(case, seed=3)
@@ -301,24 +400,35 @@ def test_the_same_step(name):
     assert list(ours.state_dict()) == list(first.state_dict())
     ours.load_state_dict(first.state_dict(), strict=True)
     theirs.load_state_dict(ours.state_dict(), strict=True)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(theirs.state_dict().values(), first.state_dict().values()))
+    assert all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(theirs.state_dict().values(), first.state_dict().values())
+    )
     assert_same(step(ours, case), step(theirs, case), case)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_nothing_of_theirs_is_left(name):
-    """No class of the package's reversible modules, in a model built on retrograd; also the same draws in construction."""
+    """No class of the package's reversible modules, in a model built on retrograd; also the same
+    draws in construction.
+    """
     case = SYSTEMS[name]
     theirs, ours = made(case), installed(case)
     for part in ours.modules():
         assert not type(part).__module__.startswith(f"{case.package}.reversible")
-    assert any(type(part).__module__.startswith(f"{case.package}.reversible") for part in theirs.modules())
-    assert all(torch.equal(*pair) for pair in zip(ours.state_dict().values(), theirs.state_dict().values()))
+    assert any(
+        type(part).__module__.startswith(f"{case.package}.reversible") for part in theirs.modules()
+    )
+    assert all(
+        torch.equal(*pair) for pair in zip(ours.state_dict().values(), theirs.state_dict().values())
+    )
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_the_same_training(name):
-    """Three steps, with inputs of several lengths where the model takes them: caches, buffers, what is remembered of a step."""
+    """Three steps, with inputs of several lengths where the model takes them: caches, buffers, what
+    is remembered of a step.
+    """
     case = SYSTEMS[name]
     losses = []
     for model in (made(case), installed(case)):
@@ -346,7 +456,9 @@ def test_the_same_evaluation(name):
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_a_copy_is_a_model_of_its_own(name):
-    """Made after a step, when the model has remembered things. Its step is the same, and leaves the other's gradients alone."""
+    """Made after a step, when the model has remembered things. Its step is the same, and leaves the
+    other's gradients alone.
+    """
     case = SYSTEMS[name]
     ours = installed(case)
     before = step(ours, case)
@@ -356,7 +468,9 @@ def test_a_copy_is_a_model_of_its_own(name):
             weight.mul_(2)
     assert_same(step(twin, case), before, case)
     after = {name: weight.grad for name, weight in ours.named_parameters()}
-    assert all(grad is None or torch.equal(grad, before.gradients[name]) for name, grad in after.items())
+    assert all(
+        grad is None or torch.equal(grad, before.gradients[name]) for name, grad in after.items()
+    )
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -407,7 +521,9 @@ def test_layer_dropout_leaves_the_same_blocks_out():
 
 
 def test_attention_in_chunks_raises_where_theirs_is_wrong():
-    """reformer-pytorch remembers one chunk's buckets for all chunks. Its own ordinary path shows what gradients should be."""
+    """reformer-pytorch remembers one chunk's buckets for all chunks. Its own ordinary path shows
+    what gradients should be.
+    """
     chunked = {"attn_chunks": 2, "lsh_dropout": 0.0, "ff_dropout": 0.0}
     reversible, ordinary = reformer(**chunked), reformer(**chunked, reverse_thres=16)
     truth = step(made(ordinary), ordinary)
@@ -421,11 +537,14 @@ def test_attention_in_chunks_raises_where_theirs_is_wrong():
 
 
 def test_the_same_step_with_dropped_conditions():
-    """nuwa's default in training. Theirs is right: with a copy of the mask for the encoder, it gives the same gradients."""
+    """nuwa's default in training. Theirs is right: with a copy of the mask for the encoder, it
+    gives the same gradients.
+    """
     case = whole_nuwa(drop_condition=0.5)
     theirs, careful = made(case), made(case)
     careful.text_transformer.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, {**kwargs, "mask": kwargs["mask"].clone()}), with_kwargs=True
+        lambda module, args, kwargs: (args, {**kwargs, "mask": kwargs["mask"].clone()}),
+        with_kwargs=True,
     )
     assert_same(step(theirs, case), step(careful, case), case)
     assert_same(step(installed(case), case), step(theirs, case), case)

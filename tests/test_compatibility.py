@@ -1,4 +1,6 @@
-"""retrograd's column of docs/compatibility.md: every row equal, or refused with a reason; and the page is what was measured."""
+"""retrograd's column of docs/compatibility.md: every row equal, or refused with a reason; and the
+page is what was measured.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,17 @@ def check(row: Row) -> None:
         assert (outcome["verdict"], outcome["detail"]) == (EQUAL, "")
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS.values() if not integration(row)], ids=lambda row: row.key)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS.values() if not integration(row)], ids=lambda row: row.key
+)
 def test_retrograd(row):
     check(row)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("row", [row for row in ROWS.values() if integration(row)], ids=lambda row: row.key)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS.values() if integration(row)], ids=lambda row: row.key
+)
 def test_retrograd_in(row):
     missing = [package for package in row.needs if importlib.util.find_spec(package) is None]
     assert not missing, f"{missing} not installed; run make test-integrations"
@@ -79,8 +85,15 @@ def test_retrograd_is_nowhere_wrong_and_has_a_reason_wherever_it_raises(results)
 
 def test_no_place_of_a_machine_is_on_the_page(results):
     for result in results:
-        assert "/home" not in result["detail"] and "/tmp" not in result["detail"] and "site-packages" not in result["detail"]
-    assert page.brief("no /opt/a/b/site-packages/x.py here\n\nsecond | line\nthird") == "no x.py here second \\| line"
+        assert (
+            "/home" not in result["detail"]
+            and "/tmp" not in result["detail"]
+            and "site-packages" not in result["detail"]
+        )
+    assert (
+        page.brief("no /opt/a/b/site-packages/x.py here\n\nsecond | line\nthird")
+        == "no x.py here second \\| line"
+    )
 
 
 # --- the instrument: it sees what is wrong
@@ -90,7 +103,12 @@ def test_no_place_of_a_machine_is_on_the_page(results):
     ("key", "contestant", "verdict", "detail"),
     [
         ("ddp-dropout--another-seed-in-each-process", "revtorch", WRONG, "off by"),
-        ("ddp-weights-shared-between-blocks", "reformer-pytorch", RAISED, "mark a variable ready only once"),
+        (
+            "ddp-weights-shared-between-blocks",
+            "reformer-pytorch",
+            RAISED,
+            "mark a variable ready only once",
+        ),
         ("autograd-itself-batchnorm-s-statistics", "checkpoint", WRONG, "buffers, "),
     ],
 )

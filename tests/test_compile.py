@@ -1,4 +1,6 @@
-"""Promise 13: `torch.compile` of f and g, or of the whole model, gives the gradients of plain autograd."""
+"""Promise 13: `torch.compile` of f and g, or of the whole model, gives the gradients of plain
+autograd.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ import retrograd as rg
 from tests import zoo
 
 # While it looks at an input, the compiler reads `.grad` even where it is no leaf.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 
 REVERSED = {name: memory for name, memory in zoo.MEMORY.items() if name != "keep"}
 DEPTH = 3
@@ -45,7 +49,10 @@ class Model(nn.Module):
 
 def compile_functions(model: Any, backend: Any) -> Any:
     for block in (model.stack if isinstance(model, Model) else model).blocks:
-        block.f, block.g = torch.compile(block.f, backend=backend), torch.compile(block.g, backend=backend)
+        block.f, block.g = (
+            torch.compile(block.f, backend=backend),
+            torch.compile(block.g, backend=backend),
+        )
     return model
 
 
@@ -72,7 +79,9 @@ every_memory = pytest.mark.parametrize("memory", REVERSED)
 
 
 def batch(n: int = 2, seed: int = 0) -> Tensor:
-    return torch.randn(n, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
+    return torch.randn(
+        n, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).requires_grad_()
 
 
 # --- the same gradients
@@ -116,7 +125,11 @@ def test_autocast(way, memory):
     assert zoo.worst(got, full) > limit / 8, "autocast had no effect"
 
 
-@pytest.mark.parametrize("case", [case for case in zoo.REVERSED if case.streams == "split" and case.memory == "reverse"], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in zoo.REVERSED if case.streams == "split" and case.memory == "reverse"],
+    ids=str,
+)
 def test_every_coupling(case):
     stack, x = case.build()
     expected = zoo.gradients(stack, zoo.plain_stack(stack, x), x)
@@ -145,7 +158,9 @@ def test_functions_need_not_be_modules(memory):
 
 @every_memory
 def test_two_shapes_before_backward(memory):
-    """The second compiles anew, with dynamic shapes, so that two compiled functions fit when the first is recomputed."""
+    """The second compiles anew, with dynamic shapes, so that two compiled functions fit when the
+    first is recomputed.
+    """
     x, longer, plain = batch(2), batch(5, seed=1), Model(rg.Keep())
     expected = zoo.gradients(plain, [plain(x), plain(longer)], x, longer)
     model = compile_functions(Model(REVERSED[memory]), "aot_eager")
@@ -182,10 +197,16 @@ def test_training(way, memory):
         return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh())
 
     expected = train(Model(rg.Keep(), normalized))
-    assert zoo.worst(train(WAYS[way](Model(REVERSED[memory], normalized), "aot_eager")), expected) < 1e-9
+    assert (
+        zoo.worst(train(WAYS[way](Model(REVERSED[memory], normalized), "aot_eager")), expected)
+        < 1e-9
+    )
 
 
-@pytest.mark.parametrize(("memory", "compiled_autograd"), [*((memory, False) for memory in REVERSED), ("reverse-all", True)])
+@pytest.mark.parametrize(
+    ("memory", "compiled_autograd"),
+    [*((memory, False) for memory in REVERSED), ("reverse-all", True)],
+)
 def test_a_compiled_step_that_calls_backward(memory, compiled_autograd):
     """Backward is then called with the compiler at work, and forward ran without."""
 
@@ -195,7 +216,9 @@ def test_a_compiled_step_that_calls_backward(memory, compiled_autograd):
     def train(step: Callable[[nn.Module], None], memory: Any) -> list[Tensor | None]:
         torch.manual_seed(3)
         depth = 1 if compiled_autograd else DEPTH  # each block takes it seconds to compile
-        stack = rg.ReversibleSequence([(zoo.Mix(4, 0.5), zoo.Mix(4, 0.5)) for _ in range(depth)], memory=memory).double()
+        stack = rg.ReversibleSequence(
+            [(zoo.Mix(4, 0.5), zoo.Mix(4, 0.5)) for _ in range(depth)], memory=memory
+        ).double()
         step(stack)
         step(stack)
         return [p.grad for p in stack.parameters()]
@@ -219,7 +242,9 @@ def test_fullgraph_says_what_to_do_instead():
 
 
 def test_a_stack_compiles_its_functions():
-    """Each where it is: names and state stay; what is no module is replaced; what is used twice stays one."""
+    """Each where it is: names and state stay; what is no module is replaced; what is used twice
+    stays one.
+    """
     shared = zoo.Mix(4)
 
     def g(x: Tensor) -> Tensor:
@@ -239,7 +264,9 @@ def test_a_stack_compiles_its_functions():
 
 def test_a_program_compiles_its_functions():
     counter = CompileCounterWithBackend("aot_eager")
-    net = rg.Reversible([rg.Update("a", zoo.Mix(4), ("b",)), rg.Update("b", zoo.Mix(4), ("a",))]).double()
+    net = rg.Reversible(
+        [rg.Update("a", zoo.Mix(4), ("b",)), rg.Update("b", zoo.Mix(4), ("a",))]
+    ).double()
     streams = {"a": batch(), "b": batch(seed=1)}
     expected = zoo.gradients(net, net(streams), streams)
     net.compile(backend=counter)
@@ -262,7 +289,8 @@ def test_functions_that_differ_in_their_attributes_may_be_compiled_each_for_itse
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
         stack = rg.ReversibleSequence(
-            [(Scaled(2 * i), Scaled(2 * i + 1)) for i in range(6)], memory=rg.Reverse(keep_last=False)
+            [(Scaled(2 * i), Scaled(2 * i + 1)) for i in range(6)],
+            memory=rg.Reverse(keep_last=False),
         ).double()
         x = batch()
         expected = zoo.gradients(stack, stack(x), x)
@@ -273,7 +301,9 @@ def test_functions_that_differ_in_their_attributes_may_be_compiled_each_for_itse
 
 @pytest.mark.parametrize("memory", [*REVERSED.values(), rg.Budget("100%")])
 def test_the_engine_itself_is_not_compiled(memory, caplog):
-    """Its hooks run inside compiled functions, where the compiler would take them up, once for every number of saved tensors."""
+    """Its hooks run inside compiled functions, where the compiler would take them up, once for
+    every number of saved tensors.
+    """
     model = Model(memory)
     model.stack.compile(backend="aot_eager")
     with caplog.at_level("WARNING", logger="torch._dynamo"):
@@ -300,7 +330,9 @@ def test_recompute_compiles_nothing(way):
 
 
 def test_recompute_runs_what_forward_ran():
-    """All functions have the same code, so that one graph serves them all: it runs in forward and again in recompute."""
+    """All functions have the same code, so that one graph serves them all: it runs in forward and
+    again in recompute.
+    """
     ran = []
 
     def logged(kind: str) -> Callable[..., Any]:
@@ -359,7 +391,9 @@ def _inductor():
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_inductor(dropout):
-    """Against plain autograd; with dropout against compiled functions in plain autograd, since inductor draws otherwise."""
+    """Against plain autograd; with dropout against compiled functions in plain autograd, since
+    inductor draws otherwise.
+    """
 
     def step(model: Model) -> list[Tensor | None]:
         torch.manual_seed(3)

@@ -35,7 +35,9 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the model, of
 # --- in the processes
 
 
-def train(model_options: dict[str, Any], ddp_options: dict[str, Any], memory: Any, rank: int) -> list[Gradients]:
+def train(
+    model_options: dict[str, Any], ddp_options: dict[str, Any], memory: Any, rank: int
+) -> list[Gradients]:
     """The gradients of each step."""
     model = DistributedDataParallel(Model(memory, **model_options), **ddp_options)
     steps = []
@@ -79,13 +81,22 @@ def batch_norm_loss(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def whole_zoo(rank: int) -> dict[str, Gradients]:
-    return {str(case): processes.zoo_gradients(case, rank, DistributedDataParallel) for case in zoo.REVERSED}
+    return {
+        str(case): processes.zoo_gradients(case, rank, DistributedDataParallel)
+        for case in zoo.REVERSED
+    }
 
 
 CASES: dict[str, processes.Case] = {"zoo": whole_zoo}
 for name, memory in REVERSED.items():
-    CASES |= {f"{setup}-{name}": functools.partial(train, *options, memory) for setup, options in SETUPS.items()}
-    CASES |= {f"{case.__name__}-{name}": functools.partial(case, memory) for case in (accumulate, drop, normalize)}
+    CASES |= {
+        f"{setup}-{name}": functools.partial(train, *options, memory)
+        for setup, options in SETUPS.items()
+    }
+    CASES |= {
+        f"{case.__name__}-{name}": functools.partial(case, memory)
+        for case in (accumulate, drop, normalize)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +127,9 @@ def test_no_sync_accumulates(results, memory):
 
 @pytest.mark.parametrize("memory", REVERSED)
 def test_dropout_replays_the_draws_of_each_rank(results, memory):
-    expected = processes.mean(processes.dropout_gradients(Model(dropout=0.5), rank) for rank in range(WORLD))
+    expected = processes.mean(
+        processes.dropout_gradients(Model(dropout=0.5), rank) for rank in range(WORLD)
+    )
     for got in results[f"drop-{memory}"]:
         assert zoo.worst(got, expected) < 1e-9
 

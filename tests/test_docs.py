@@ -20,14 +20,20 @@ PAGES = sorted(DOCS.rglob("*.md"))
 SITE = ("mkdocs", "material", "mkdocstrings")
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if "```python" in p.read_text()], ids=lambda page: page.stem
+)
 @pytest.mark.filterwarnings("ignore")  # of the packages that pages start from
 def test_the_code_runs_as_written(page):
     load("nuwa_pytorch")  # with a stand-in for torchvision
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    if any("init_process_group" in block for block in blocks):  # in a process of its own, which gloo's threads end badly
+    if any(
+        "init_process_group" in block for block in blocks
+    ):  # in a process of its own, which gloo's threads end badly
         code = "\n".join([*blocks, "import os", "os._exit(0)"])
-        done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return
     names = {}
@@ -39,18 +45,30 @@ def test_the_code_runs_as_written(page):
             rg.compat.uninstall(package)
 
 
-@pytest.mark.parametrize("page", [*PAGES, DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"],
+    ids=lambda page: page.stem,
+)
 def test_links_lead_somewhere(page):
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
         assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", [*PAGES, DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"],
+    ids=lambda page: page.stem,
+)
 def test_every_block_says_what_it_is_and_every_command_is_one(page):
-    """Python is run, text is output; of commands, that their verbs, options, targets and modules are there."""
+    """Python is run, text is output; of commands, that their verbs, options, targets and modules
+    are there.
+    """
     makefile = (DOCS.parent / "Makefile").read_text()
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+    for language, block in re.findall(
+        r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE
+    ):
         assert language in ("python", "text", "sh"), block
         for line in block.splitlines() if language == "sh" else ():
             words = shlex.split(line, comments=True)
@@ -67,7 +85,9 @@ def test_every_block_says_what_it_is_and_every_command_is_one(page):
 def test_the_tour_shows_what_it_prints(capsys):
     names = {}
     page = (DOCS / "tour.md").read_text()
-    for block, shown in re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", page, re.DOTALL):
+    for block, shown in re.findall(
+        r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", page, re.DOTALL
+    ):
         exec(block, names)
         printed = capsys.readouterr().out
         assert not shown or printed == shown
@@ -76,7 +96,11 @@ def test_the_tour_shows_what_it_prints(capsys):
 def test_each_public_name_is_documented_on_one_page():
     """And once there: `::: retrograd.Name` on a page of docs/api."""
     pages = [page.read_text() for page in sorted((DOCS / "api").glob("*.md"))]
-    documented = [pkgutil.resolve_name(path) for page in pages for path in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
+    documented = [
+        pkgutil.resolve_name(path)
+        for page in pages
+        for path in re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    ]
     times = {name: sum(value is getattr(rg, name) for value in documented) for name in PUBLIC}
     assert times == dict.fromkeys(PUBLIC, 1)
 
@@ -97,10 +121,23 @@ def test_each_option_of_the_command_line_is_documented(capsys, monkeypatch):
         assert not [option for option in options if "".join(option.split()) not in page], verb
 
 
-@pytest.mark.skipif(not all(map(importlib.util.find_spec, SITE)), reason="what builds the site is not installed: make docs does")
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, SITE)),
+    reason="what builds the site is not installed: make docs does",
+)
 def test_the_site_builds_without_a_warning(tmp_path):
-    """Every page in the navigation, every link and anchor, every name that the reference asks for."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    """Every page in the navigation, every link and anchor, every name that the reference
+    asks for.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     done = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ReversibleSequence" in (tmp_path / "site" / "api" / "stacks" / "index.html").read_text()

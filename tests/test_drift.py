@@ -1,4 +1,6 @@
-"""Rounding errors of rebuilt streams: kept small by wide streams, and noticed where they are not."""
+"""Rounding errors of rebuilt streams: kept small by wide streams, and noticed where they
+are not.
+"""
 
 import contextlib
 import warnings
@@ -15,7 +17,9 @@ from retrograd.core.walk import Walk
 
 def transformer(depth, width=16, **options):
     torch.manual_seed(0)
-    return rg.ReversibleSequence([(Attention(width, 2), FeedForward(width)) for _ in range(depth)], **options)
+    return rg.ReversibleSequence(
+        [(Attention(width, 2), FeedForward(width)) for _ in range(depth)], **options
+    )
 
 
 def shaky(**options):
@@ -45,7 +49,10 @@ def test_warns_once_and_names_the_update():
 
 
 def test_raises_if_asked_to():
-    with pytest.raises(rg.DriftError, match=r"(?s)update \d+ of 96 \(blocks\.\d+.*rebuilt stream 'x\d' is off by .*exact=True"):
+    with pytest.raises(
+        rg.DriftError,
+        match=r"(?s)update \d+ of 96 \(blocks\.\d+.*rebuilt stream 'x\d' is off by .*exact=True",
+    ):
         backward(shaky(drift="raise"))
     assert issubclass(rg.DriftError, rg.RecomputeError)
 
@@ -55,7 +62,9 @@ def test_or_neither():
 
 
 def test_the_first_update_in_walking_order_is_named():
-    """The one nearest to the end whose state is off: later in backward means earlier in the network, and worse."""
+    """The one nearest to the end whose state is off: later in backward means earlier in the
+    network, and worse.
+    """
     with pytest.raises(rg.DriftError) as error:
         backward(shaky(drift="raise"))
     assert int(str(error.value).split()[1]) > 0
@@ -63,7 +72,9 @@ def test_the_first_update_in_walking_order_is_named():
 
 @pytest.mark.parametrize("kind", ["float64", "float32", "bfloat16-autocast", "bfloat16", "float16"])
 def test_healthy_networks_are_left_in_peace(kind):
-    """64 blocks of a transformer, in every precision, with streams as wide as they are by default."""
+    """64 blocks of a transformer, in every precision, with streams as wide as they are by
+    default.
+    """
     stack, x = transformer(64, drift="raise"), torch.randn(2, 8, 16)
     context = contextlib.nullcontext()
     if kind == "bfloat16-autocast":
@@ -77,7 +88,10 @@ def test_healthy_networks_are_left_in_peace(kind):
 
 
 def test_narrow_streams_are_not():
-    stack, x = transformer(192, drift="raise", stream_dtype=torch.bfloat16).bfloat16(), torch.randn(2, 8, 16).bfloat16()
+    stack, x = (
+        transformer(192, drift="raise", stream_dtype=torch.bfloat16).bfloat16(),
+        torch.randn(2, 8, 16).bfloat16(),
+    )
     with pytest.raises(rg.RecomputeError):
         backward(stack, x)
 
@@ -86,14 +100,20 @@ def test_narrow_streams_are_not():
 def test_streams_are_float32_by_default(narrow, monkeypatch):
     seen = []
     begin = Walk.begin_at
-    monkeypatch.setattr(Walk, "begin_at", lambda self, state: (seen.append(state["x1"][0].dtype), begin(self, state))[1])
+    monkeypatch.setattr(
+        Walk,
+        "begin_at",
+        lambda self, state: (seen.append(state["x1"][0].dtype), begin(self, state))[1],
+    )
     for options in ({}, {"stream_dtype": narrow}, {"stream_dtype": torch.float64}):
         transformer(2, **options).to(narrow)(torch.randn(1, 4, 16, dtype=narrow))
     assert seen == [torch.float32, narrow, torch.float64]
 
 
 def test_wide_streams_make_narrow_gradients_right():
-    """bfloat16 parameters: rebuilt against kept, the gradients differ by a few roundings, not by their size."""
+    """bfloat16 parameters: rebuilt against kept, the gradients differ by a few roundings, not by
+    their size.
+    """
     x = torch.randn(2, 8, 16, dtype=torch.bfloat16)
 
     def gradients(memory, **options):
@@ -104,7 +124,9 @@ def test_wide_streams_make_narrow_gradients_right():
     expected = gradients(rg.Keep())
     wide = (gradients(rg.Reverse()) - expected).norm() / expected.norm()
     expected = gradients(rg.Keep(), stream_dtype=torch.bfloat16)
-    narrow = (gradients(rg.Reverse(), stream_dtype=torch.bfloat16) - expected).norm() / expected.norm()
+    narrow = (
+        gradients(rg.Reverse(), stream_dtype=torch.bfloat16) - expected
+    ).norm() / expected.norm()
     assert wide < 0.01 < narrow
 
 
@@ -147,10 +169,15 @@ def test_infinite_values_do_not_blind_it_to_the_others():
 
 
 def test_hooks_that_cast_and_do_something_else_are_refused():
-    stack = rg.ReversibleSequence([(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).bfloat16()) for _ in range(4)])
+    stack = rg.ReversibleSequence(
+        [(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).bfloat16()) for _ in range(4)]
+    )
 
     def scale(factor):
-        return lambda module, args: ({k: tuple((v * factor).bfloat16() for v in t) for k, t in args[0].items()}, *args[1:])
+        return lambda module, args: (
+            {k: tuple((v * factor).bfloat16() for v in t) for k, t in args[0].items()},
+            *args[1:],
+        )
 
     handles = [block.register_forward_pre_hook(scale(1.02)) for block in stack.blocks]
     with pytest.raises(rg.RetrogradError, match="a hook on the block replaced stream 'x1'"):
@@ -164,13 +191,17 @@ def test_hooks_that_cast_and_do_something_else_are_refused():
 def test_leaves_that_are_not_widened_are_left_alone():
     f = lambda x: {"a": x["a"] * 0 + 1, "b": x["b"]}  # noqa: E731
     g = lambda x: {"a": x["a"] * 0, "b": x["b"]}  # noqa: E731
-    y = rg.ReversibleSequence([(f, g)])({"a": torch.tensor([2, 3]), "b": torch.ones(2, dtype=torch.bfloat16)})
+    y = rg.ReversibleSequence([(f, g)])(
+        {"a": torch.tensor([2, 3]), "b": torch.ones(2, dtype=torch.bfloat16)}
+    )
     assert y["a"].tolist() == [2.5, 3.5]
     assert y["b"].dtype == torch.bfloat16
 
 
 def test_streams_without_leaves():
-    net = rg.Reversible([rg.Update("a", lambda b: {}, ("b",)), rg.Update("b", lambda a: torch.ones(2), ("a",))])
+    net = rg.Reversible(
+        [rg.Update("a", lambda b: {}, ("b",)), rg.Update("b", lambda a: torch.ones(2), ("a",))]
+    )
     assert net({"a": {}, "b": torch.ones(2, requires_grad=True)})["b"].tolist() == [2, 2]
 
 
@@ -182,7 +213,9 @@ def test_couplings_of_ones_own_get_one_dtype():
         def inverse(self, y, out):
             return torch.lerp(out, y, 1 / 0.75)
 
-    stack = rg.ReversibleSequence([(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)], coupling=Lerp()).bfloat16()
+    stack = rg.ReversibleSequence(
+        [(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)], coupling=Lerp()
+    ).bfloat16()
     backward(stack, torch.randn(2, 4).bfloat16())
 
 

@@ -1,4 +1,6 @@
-"""Promise 12, and bad input: every mistake raises, says where, what, why and what to type, and leaves the module usable."""
+"""Promise 12, and bad input: every mistake raises, says where, what, why and what to type, and
+leaves the module usable.
+"""
 
 import pytest
 import torch
@@ -22,7 +24,10 @@ def usable(stack, x):
 
 
 def test_a_function_may_not_read_its_target():
-    with pytest.raises(ValueError, match=r"Update\('a', reads=\('b', 'a'\)\): a function may not read its own target"):
+    with pytest.raises(
+        ValueError,
+        match=r"Update\('a', reads=\('b', 'a'\)\): a function may not read its own target",
+    ):
         rg.Update("a", nn.Linear(4, 4), reads=("b", "a"))
 
 
@@ -51,7 +56,9 @@ def test_streams_must_fit_the_program():
 
 def test_an_odd_size_cannot_be_split():
     stack = stack_of(nn.Linear(4, 4), streams=rg.Split(-1))
-    with pytest.raises(ValueError, match=r"Split\(dim=-1\): size 9 of float32\[2, 9\] is odd.*Pad it to 10"):
+    with pytest.raises(
+        ValueError, match=r"Split\(dim=-1\): size 9 of float32\[2, 9\] is odd.*Pad it to 10"
+    ):
         stack(torch.zeros(2, 9))
     with pytest.raises(ValueError, match="has 2 dimensions"):
         stack_of(nn.Linear(4, 4), streams=rg.Split(2))(torch.zeros(2, 8))
@@ -62,9 +69,17 @@ def test_an_odd_size_cannot_be_split():
     ("blocks", "error", "message"),
     [
         ([nn.Linear(4, 4)], TypeError, r"blocks\[0\] is Linear.*not a pair"),
-        ([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))], TypeError, r"blocks\[0\] is Sequential, not a pair"),
+        (
+            [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))],
+            TypeError,
+            r"blocks\[0\] is Sequential, not a pair",
+        ),
         ([(nn.ReLU, nn.ReLU())], TypeError, r"blocks\[0\].f is the class ReLU; pass an instance"),
-        ([(torch.sin, torch.cos), (torch.sin,)], ValueError, r"blocks\[1\] has 1 functions, not a pair"),
+        (
+            [(torch.sin, torch.cos), (torch.sin,)],
+            ValueError,
+            r"blocks\[1\] has 1 functions, not a pair",
+        ),
         ([(torch.sin, torch.cos, torch.tan)], ValueError, r"has 3 functions"),
         ([(torch.sin, 3)], TypeError, r"blocks\[0\].g is 3, which is not callable"),
     ],
@@ -77,8 +92,16 @@ def test_blocks_are_pairs_of_functions(blocks, error, message):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: stack_of(torch.sin, coupling=rg.Additive), TypeError, "coupling is the class Additive"),
-        (lambda: stack_of(torch.sin, coupling=3), TypeError, "coupling is 3, without forward and inverse"),
+        (
+            lambda: stack_of(torch.sin, coupling=rg.Additive),
+            TypeError,
+            "coupling is the class Additive",
+        ),
+        (
+            lambda: stack_of(torch.sin, coupling=3),
+            TypeError,
+            "coupling is 3, without forward and inverse",
+        ),
         (
             lambda: stack_of(torch.sin, memory=rg.Keep),
             TypeError,
@@ -89,13 +112,21 @@ def test_blocks_are_pairs_of_functions(blocks, error, message):
             TypeError,
             r"pass rg.Reverse\(\), rg.Budget\(...\), rg.Anchor\(...\) or rg.Keep\(\)",
         ),
-        (lambda: stack_of(torch.sin, streams="split"), TypeError, r"pass rg.Duplicate\(\), rg.Split\(\)"),
+        (
+            lambda: stack_of(torch.sin, streams="split"),
+            TypeError,
+            r"pass rg.Duplicate\(\), rg.Split\(\)",
+        ),
         (lambda: rg.Duplicate("max"), ValueError, 'merge must be "mean" or "sum"'),
         (lambda: rg.Momentum(1.0), ValueError, "strictly between 0 and 1"),
         (lambda: rg.Affine(0.0), ValueError, "limit must be a positive number"),
         (lambda: rg.Reversible([torch.sin]), TypeError, r"updates\[0\].*write rg.Update"),
         (lambda: rg.Update("a", 3), TypeError, "fn is 3, which is not callable"),
-        (lambda: rg.Update("a", torch.nn.ReLU), TypeError, "fn is the class ReLU; pass an instance"),
+        (
+            lambda: rg.Update("a", torch.nn.ReLU),
+            TypeError,
+            "fn is the class ReLU; pass an instance",
+        ),
     ],
 )
 def test_wrong_options(make, error, message):
@@ -107,7 +138,9 @@ def test_memory_is_checked_again_when_it_is_assigned():
     stack = stack_of(nn.Linear(4, 4))
     stack.memory = rg.Keep
     with pytest.raises(
-        TypeError, match=r"memory is the class Keep: pass rg.Reverse\(\), rg.Budget\(...\), rg.Anchor\(...\) or rg.Keep\(\)"
+        TypeError,
+        match=r"memory is the class Keep: pass rg.Reverse\(\), rg.Budget\(...\), rg.Anchor\(...\) "
+        r"or rg.Keep\(\)",
     ):
         stack(torch.zeros(2, 4))
 
@@ -124,37 +157,60 @@ def test_a_stream_is_made_of_tensors():
 @pytest.mark.parametrize(
     ("output", "what", "fix"),
     [
-        (lambda x: x[:, :3], r"returned float32\[2, 3\]; stream 'x1' is float32\[2, 4\]", r"return shape \[2, 4\]"),
+        (
+            lambda x: x[:, :3],
+            r"returned float32\[2, 3\]; stream 'x1' is float32\[2, 4\]",
+            r"return shape \[2, 4\]",
+        ),
         (lambda x: x[:, :1], r"returned float32\[2, 1\]", r"return shape"),  # would broadcast
-        (lambda x: x.double(), r"returned float64\[2, 4\]", r"start from a wider stream, such as x.to\(torch.float64\)"),
-        (lambda x: {"a": x}, r"returned dict of 1 \(float32\[2, 4\]\)", "return the structure of stream 'x1'"),
+        (
+            lambda x: x.double(),
+            r"returned float64\[2, 4\]",
+            r"start from a wider stream, such as x.to\(torch.float64\)",
+        ),
+        (
+            lambda x: {"a": x},
+            r"returned dict of 1 \(float32\[2, 4\]\)",
+            "return the structure of stream 'x1'",
+        ),
         (lambda x: (x, x), r"returned tuple of 2", "return the structure of stream 'x1'"),
         (lambda x: None, "returned NoneType", "return the structure"),
     ],
 )
 def test_an_output_that_does_not_fit(memory, output, what, fix):
     stack, x = stack_of(output, memory=zoo.MEMORY[memory]), torch.randn(2, 4)
-    with pytest.raises(rg.OutputError, match=rf"(?s)update 0 of 6 \(blocks.0.f\) {what}.*Why: .*Fix: .*{fix}"):
+    with pytest.raises(
+        rg.OutputError, match=rf"(?s)update 0 of 6 \(blocks.0.f\) {what}.*Why: .*Fix: .*{fix}"
+    ):
         stack(x)
     usable(stack, x)
 
 
 def test_affine_wants_two_outputs():
     stack, x = stack_of(nn.Linear(4, 4), coupling=rg.Affine()), torch.randn(2, 4)
-    with pytest.raises(rg.OutputError, match=r"(?s)blocks.0.f\) returned float32\[2, 4\], not \(log_scale, shift\)"):
+    with pytest.raises(
+        rg.OutputError, match=r"(?s)blocks.0.f\) returned float32\[2, 4\], not \(log_scale, shift\)"
+    ):
         stack(x)
 
 
 @pytest.mark.parametrize("memory", zoo.MEMORY)
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_a_function_that_changes_its_input(memory, needs_grad):
-    stack, x = stack_of(lambda x: x.mul_(2), memory=zoo.MEMORY[memory]), torch.randn(2, 4, requires_grad=needs_grad)
+    stack, x = (
+        stack_of(lambda x: x.mul_(2), memory=zoo.MEMORY[memory]),
+        torch.randn(2, 4, requires_grad=needs_grad),
+    )
     with pytest.raises(
-        rg.InPlaceError, match=r"(?s)update 0 of 6 \(blocks.0.f\) changed its input in place: stream 'x2'.*x.clone\(\)"
+        rg.InPlaceError,
+        match=r"(?s)update 0 of 6 \(blocks.0.f\) changed its input in place: stream "
+        r"'x2'.*x.clone\(\)",
     ):
         stack(x * 1.0)
     if needs_grad:  # a leaf: torch refuses before we could notice
-        with pytest.raises(rg.InPlaceError, match=r"(?s)update 0 of 6 \(blocks.0.f\) changed its input in place"):
+        with pytest.raises(
+            rg.InPlaceError, match=r"(?s)update 0 of 6 \(blocks.0.f\) changed its input in place"
+        ):
             stack(x)
     usable(stack, x)
 
@@ -164,26 +220,34 @@ def test_a_function_that_changes_its_input(memory, needs_grad):
 @pytest.mark.parametrize("stream", ["a", "b"])
 def test_an_output_edited_before_backward(memory, depth, stream):
     net = rg.Reversible(
-        [rg.Update("a", zoo.Mix(4), ("b",)), rg.Update("b", zoo.Mix(4), ("a",))] * depth, memory=zoo.MEMORY[memory]
+        [rg.Update("a", zoo.Mix(4), ("b",)), rg.Update("b", zoo.Mix(4), ("a",))] * depth,
+        memory=zoo.MEMORY[memory],
     )
     inputs = {"a": torch.randn(2, 4), "b": torch.randn(2, 4)}
     out = net(inputs)
     out[stream].add_(1)
-    with pytest.raises(rg.InPlaceError, match=rf"(?s)update \d of {2 * depth} \(updates.\d\).*stream '{stream}'.*edit a copy"):
+    with pytest.raises(
+        rg.InPlaceError,
+        match=rf"(?s)update \d of {2 * depth} \(updates.\d\).*stream '{stream}'.*edit a copy",
+    ):
         zoo.loss(out).backward()
     zoo.loss(net(inputs)).backward()
 
 
 @pytest.mark.parametrize("case", zoo.REVERSED, ids=str)
 def test_the_output_of_a_stack_is_its_callers_to_edit(case):
-    """Streams were joined into a tensor of its own; code such as `y += residual` is common, and right."""
+    """Streams were joined into a tensor of its own; code such as `y += residual` is common, and
+    right.
+    """
     stack, x = case.build()
     y, expected = stack(x), zoo.plain_stack(stack, x)
     try:
         for leaf in [*zoo.leaves(y), *zoo.leaves(expected)]:
             leaf.mul_(2)
         reference = zoo.gradients(stack, expected, x)
-    except RuntimeError as error:  # at rest the output is the position itself, which plain autograd saved
+    except (
+        RuntimeError
+    ) as error:  # at rest the output is the position itself, which plain autograd saved
         assert case.streams == "at-rest" and "inplace" in str(error)
         return
     try:
@@ -217,16 +281,23 @@ def test_a_recompute_that_saves_other_tensors():
     class Shrinking(nn.Linear):
         def forward(self, x):
             calls.append(1)
-            return super().forward(x) * torch.ones(2 if len(calls) <= 3 else 1, 4, requires_grad=True)
+            return super().forward(x) * torch.ones(
+                2 if len(calls) <= 3 else 1, 4, requires_grad=True
+            )
 
     with pytest.raises(
         rg.RecomputeError,
         match=r"(?s)update 5 of 6 \(blocks.2.g\) saved 3 tensors in forward and 2 in recompute.\n"
-        r"  First difference: forward saved float32\[2, 4\], recompute nothing.\n  Usual causes: .*\n  Fix: rg.check",
+        r"  First difference: forward saved float32\[2, 4\], recompute nothing.\n  Usual causes: "
+        r".*\n  Fix: rg.check",
     ):
-        stack_of(Fickle(4, 4), Fickle(4, 4), memory=rg.Reverse(False))(torch.randn(2, 4)).sum().backward()
+        stack_of(Fickle(4, 4), Fickle(4, 4), memory=rg.Reverse(False))(
+            torch.randn(2, 4)
+        ).sum().backward()
     calls.clear()
-    with pytest.raises(rg.RecomputeError, match=r"forward saved float32\[2, 4\], recompute float32\[1, 4\]"):
+    with pytest.raises(
+        rg.RecomputeError, match=r"forward saved float32\[2, 4\], recompute float32\[1, 4\]"
+    ):
         stack_of(Shrinking(4, 4), memory=rg.Reverse(False))(torch.randn(2, 4)).sum().backward()
 
 
@@ -242,7 +313,9 @@ def test_parameters_changed_before_backward():
     with torch.no_grad():
         stack.blocks[1].f.down.bias.add_(1)  # plain autograd never saves a bias; reversal needs it
     with pytest.raises(
-        rg.InPlaceError, match=r"(?s)update 2 of 6 \(blocks.1.f\) needs parameter 'down.bias'.*before optimizer.step"
+        rg.InPlaceError,
+        match=r"(?s)update 2 of 6 \(blocks.1.f\) needs parameter 'down.bias'.*before "
+        r"optimizer.step",
     ):
         zoo.loss(y).backward()
     zoo.loss(stack(x)).backward()
@@ -255,7 +328,9 @@ def test_an_edit_after_saving_inside_a_function():
         return y
 
     stack, x = stack_of(f, torch.sin, memory=rg.Reverse(False)), torch.randn(4, requires_grad=True)
-    with pytest.raises(rg.InPlaceError, match=r"(?s)edits float32\[4\] in place after autograd saved it"):
+    with pytest.raises(
+        rg.InPlaceError, match=r"(?s)edits float32\[4\] in place after autograd saved it"
+    ):
         stack(x).sum().backward()
 
 
@@ -269,7 +344,8 @@ def test_a_coupling_that_does_not_undo_itself_is_named():
 
     stack = stack_of(nn.Linear(4, 4), coupling=Sloppy())
     with pytest.raises(
-        rg.CouplingError, match=r"(?s)update 0 of 6 \(blocks.0.f\) uses coupling Sloppy.*limit 3.5e-04 for float32"
+        rg.CouplingError,
+        match=r"(?s)update 0 of 6 \(blocks.0.f\) uses coupling Sloppy.*limit 3.5e-04 for float32",
     ):
         stack(torch.randn(2, 4))
 
@@ -286,5 +362,7 @@ def test_a_function_of_the_users_own_may_raise_whatever_it_likes():
         stack(x)
     assert str(caught.value) == "as it was"
     if hasattr(caught.value, "__notes__"):  # Python 3.11
-        assert caught.value.__notes__ == ["in update 0 of 6 (blocks.0.f), which reads x2: float32[2, 4]"]
+        assert caught.value.__notes__ == [
+            "in update 0 of 6 (blocks.0.f), which reads x2: float32[2, 4]"
+        ]
     usable(stack, x)

@@ -1,4 +1,6 @@
-"""Promise 14: backward runs each function once; an exception or Ctrl-C in the middle leaves everything usable."""
+"""Promise 14: backward runs each function once; an exception or Ctrl-C in the middle leaves
+everything usable.
+"""
 
 import pytest
 import torch
@@ -34,7 +36,11 @@ def stack():
 
 @pytest.mark.parametrize(
     ("memory", "recomputed"),
-    [(rg.Keep(), ""), (rg.Reverse(keep_last=False), "g2 f2 g1 f1 g0 f0"), (rg.Reverse(), "g1 f1 g0 f0")],
+    [
+        (rg.Keep(), ""),
+        (rg.Reverse(keep_last=False), "g2 f2 g1 f1 g0 f0"),
+        (rg.Reverse(), "g1 f1 g0 f0"),
+    ],
 )
 def test_the_order_of_recomputation(stack, memory, recomputed):
     stack.memory = memory
@@ -101,11 +107,15 @@ def test_flops_are_four_thirds_less_the_last_block():
 
 
 def test_a_thousand_blocks():
-    """No recursion limit and no quadratic behaviour: bookkeeping is counted per update, and does not grow."""
+    """No recursion limit and no quadratic behaviour: bookkeeping is counted per update, and does
+    not grow.
+    """
     import gc
 
     def objects(depth):
-        stack = rg.ReversibleSequence([(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)) for _ in range(depth)], drift="ignore")
+        stack = rg.ReversibleSequence(
+            [(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)) for _ in range(depth)], drift="ignore"
+        )
         x = torch.randn(1, 2, requires_grad=True)
         gc.collect()
         before = len(gc.get_objects())

@@ -1,4 +1,6 @@
-"""Promise of `exact=True`: gradients, parameters and rebuilt streams are those of `memory=Keep()`, to the bit."""
+"""Promise of `exact=True`: gradients, parameters and rebuilt streams are those of `memory=Keep()`,
+to the bit.
+"""
 
 import contextlib
 import copy
@@ -19,7 +21,9 @@ from tests import processes, test_compat_parity, zoo
 
 
 class Experts(nn.Module):
-    """Each token goes to the one expert that scores highest: a rounding error at a border sends it elsewhere."""
+    """Each token goes to the one expert that scores highest: a rounding error at a border sends it
+    elsewhere.
+    """
 
     def __init__(self, width, experts=4):
         super().__init__()
@@ -41,7 +45,9 @@ class Dropping(nn.Sequential):
 
 def routed(depth, width=16, **options):
     torch.manual_seed(5)
-    return rg.ReversibleSequence([(Dropping(width), Experts(width)) for _ in range(depth)], exact=True, **options)
+    return rg.ReversibleSequence(
+        [(Dropping(width), Experts(width)) for _ in range(depth)], exact=True, **options
+    )
 
 
 def same(got, expected):
@@ -56,13 +62,17 @@ def step(stack, x, memory, seed=3):
     torch.manual_seed(seed)
     y = stack(x)
     wanted = [t for t in [*zoo.leaves(x), *stack.parameters()] if t.requires_grad]
-    grads = torch.autograd.grad(sum(leaf.float().square().sum() for leaf in zoo.leaves(y)), wanted, allow_unused=True)
+    grads = torch.autograd.grad(
+        sum(leaf.float().square().sum() for leaf in zoo.leaves(y)), wanted, allow_unused=True
+    )
     return [*(leaf.detach() for leaf in zoo.leaves(y)), *(g for g in grads if g is not None)]
 
 
 def check(make, x):
     """Reversed in both ways equals kept, to the bit."""
-    kept, *reversed_ = (step(make(), x, memory) for memory in (rg.Keep(), rg.Reverse(), rg.Reverse(keep_last=False)))
+    kept, *reversed_ = (
+        step(make(), x, memory) for memory in (rg.Keep(), rg.Reverse(), rg.Reverse(keep_last=False))
+    )
     for got in reversed_:
         same(got, kept)
     return kept
@@ -86,7 +96,13 @@ def test_256_blocks_and_ten_steps_of_adamw(dtype):
             x.grad = None
             y.square().mean().backward()
             if i in (0, 9):
-                seen.append([y.detach(), x.grad, *(p.grad.clone() for p in stack.parameters() if p.grad is not None)])
+                seen.append(
+                    [
+                        y.detach(),
+                        x.grad,
+                        *(p.grad.clone() for p in stack.parameters() if p.grad is not None),
+                    ]
+                )
             optimizer.step()
         return seen, [p.detach() for p in stack.parameters()]
 
@@ -109,10 +125,16 @@ def test_without_it_choices_flip():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("case", [c for c in zoo.CASES if c.coupling == "additive" and c.memory == "keep"], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in zoo.CASES if c.coupling == "additive" and c.memory == "keep"], ids=str
+)
 def test_every_kind_of_stream(case, dropout, dtype):
     stack, x = case.build(depth=6, dropout=dropout, dtype=dtype)
-    make = lambda: rg.ReversibleSequence([(b.f, b.g) for b in stack.blocks], streams=stack.streams, exact=True)  # noqa: E731
+
+    def make():
+        pairs = [(b.f, b.g) for b in stack.blocks]
+        return rg.ReversibleSequence(pairs, streams=stack.streams, exact=True)
+
     got = check(make, x)
     if dtype == torch.float64:
         assert zoo.worst(got, step(stack, x, rg.Keep())) < 1e-6, "a grid of 2**-32 changes little"
@@ -134,7 +156,9 @@ def test_batch_norm_and_constant_inputs():
     def make():
         torch.manual_seed(0)
         conv = lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())  # noqa: E731
-        return rg.ReversibleSequence([(conv(), conv()) for _ in range(8)], streams=rg.Split(1), exact=True)
+        return rg.ReversibleSequence(
+            [(conv(), conv()) for _ in range(8)], streams=rg.Split(1), exact=True
+        )
 
     stacks = [make() for _ in range(2)]
     got, expected = (
@@ -156,7 +180,10 @@ def test_many_streams_and_aux():
     def run(memory):
         net.memory = memory
         y, aux = net(streams)
-        grads = torch.autograd.grad(sum(v.square().sum() for v in y.values()) + aux[0], [*streams.values(), *net.parameters()])
+        grads = torch.autograd.grad(
+            sum(v.square().sum() for v in y.values()) + aux[0],
+            [*streams.values(), *net.parameters()],
+        )
         return [*y.values(), *grads]
 
     same(run(rg.Reverse()), run(rg.Keep()))
@@ -215,7 +242,10 @@ LAYOUTS = [(1, 8, 6, 6), (2, 8, 1, 1), (2, 1, 5, 5), (1, 1, 5, 5), (3, 8, 1, 4)]
 def test_layouts_with_dimensions_of_size_one(shape, layer):
     """Kernels choose by strides, also by those of dimensions that have one element."""
     torch.manual_seed(0)
-    norm, conv = lambda: nn.BatchNorm2d(shape[1]), lambda: nn.Conv2d(shape[1], shape[1], 3, padding=1)
+    norm, conv = (
+        lambda: nn.BatchNorm2d(shape[1]),
+        lambda: nn.Conv2d(shape[1], shape[1], 3, padding=1),
+    )
     make = {"norm": (norm, norm), "conv": (conv, conv), "mixed": (conv, norm)}[layer]
     if layer != "conv" and shape[0] * shape[2] * shape[3] == 1:
         return
@@ -228,7 +258,9 @@ def test_layouts_with_dimensions_of_size_one(shape, layer):
 
 def test_whole_numbers_add_exactly_as_they_are():
     count = rg.Update("n", lambda x: (x > 0).long(), reads=("x",))
-    net = rg.Reversible([count, rg.Update("x", lambda n: n.float().tanh(), reads=("n",)), count], exact=True)
+    net = rg.Reversible(
+        [count, rg.Update("x", lambda n: n.float().tanh(), reads=("n",)), count], exact=True
+    )
     start = {"n": torch.tensor([2**40, 5, -7]), "x": torch.tensor([0.5, -0.5, 0.25])}
     same(net.inverse(net(start)), start)
 
@@ -241,7 +273,12 @@ def test_the_five_systems(system):
 
     def run(memory):
         net.engine.memory = memory
-        return [t for ts in test_compat_parity.step(net, args, kwargs).values() for t in ts if t is not None]
+        return [
+            t
+            for ts in test_compat_parity.step(net, args, kwargs).values()
+            for t in ts
+            if t is not None
+        ]
 
     same(run(rg.Reverse()), run(rg.Keep()))
 
@@ -252,14 +289,20 @@ def test_the_five_systems(system):
 @pytest.mark.parametrize("grid", [True, rg.Grid(bits=10), rg.Grid(dtype=torch.float64)], ids=str)
 def test_inverse_restores_every_bit(grid):
     torch.manual_seed(0)
-    stack = rg.ReversibleSequence([(Attention(16, 2), Experts(16)) for _ in range(64)], streams=rg.Split(), exact=grid).eval()
+    stack = rg.ReversibleSequence(
+        [(Attention(16, 2), Experts(16)) for _ in range(64)], streams=rg.Split(), exact=grid
+    ).eval()
     on_grid = (torch.randn(2, 8, 32) * 2**10).round() / 2**10
     y = stack(on_grid)
-    if grid == rg.Grid(dtype=torch.float64):  # the output, in the input's float32, has lost what the streams had
+    if grid == rg.Grid(
+        dtype=torch.float64
+    ):  # the output, in the input's float32, has lost what the streams had
         assert not torch.equal(stack.inverse(y), on_grid)
         return
     assert torch.equal(stack.inverse(y), on_grid)
-    program = rg.Reversible([rg.Update("ab"[i % 2], zoo.Mix(4), reads=("ba"[i % 2],)) for i in range(64)], exact=grid)
+    program = rg.Reversible(
+        [rg.Update("ab"[i % 2], zoo.Mix(4), reads=("ba"[i % 2],)) for i in range(64)], exact=grid
+    )
     streams = {"a": torch.ones(2, 4), "b": torch.zeros(2, 4)}
     same(program.inverse(program(streams)), streams)
 
@@ -274,7 +317,9 @@ def test_inverse_with_modules_that_choose_kernels_by_the_grad_mode(kind, gradien
     torch.manual_seed(0)
     encoder = lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)  # noqa: E731
     make = encoder if kind == "encoder" else lambda: Lstm(16, 16, batch_first=True)
-    stack = rg.ReversibleSequence([(make(), make()) for _ in range(8)], streams=rg.Split(), exact=True).eval()
+    stack = rg.ReversibleSequence(
+        [(make(), make()) for _ in range(8)], streams=rg.Split(), exact=True
+    ).eval()
     x = (torch.randn(3, 7, 32) * 64).round() / 64
     with torch.set_grad_enabled(gradients):
         back = stack.inverse(stack(x))
@@ -286,7 +331,9 @@ def test_inverse_with_modules_that_choose_kernels_by_the_grad_mode(kind, gradien
 
 
 def amplifier(factor, depth=4, **options):
-    return rg.ReversibleSequence([(lambda x: x * factor, lambda x: x * factor) for _ in range(depth)], exact=True, **options)
+    return rg.ReversibleSequence(
+        [(lambda x: x * factor, lambda x: x * factor) for _ in range(depth)], exact=True, **options
+    )
 
 
 @pytest.mark.parametrize("memory", [rg.Reverse(), rg.Keep()], ids=str)
@@ -296,16 +343,25 @@ def test_a_value_out_of_range_is_named(memory, gradients):
     stack = amplifier(3.0, memory=memory)
     with pytest.raises(rg.GridError) as error:
         stack(x)
-    assert "update 6 of 8 (blocks.3.f): stream 'x1' holds -5116, and its grid ends at 4096." in str(error.value)
+    assert "update 6 of 8 (blocks.3.f): stream 'x1' holds -5116, and its grid ends at 4096." in str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize("value", [5e3, -7e4, 1e6, 4e6, 1e9])
-@pytest.mark.parametrize("grid", [True, rg.Grid(bits=16), rg.Grid(dtype=torch.float64), rg.Grid(45, torch.float64)], ids=str)
+@pytest.mark.parametrize(
+    "grid",
+    [True, rg.Grid(bits=16), rg.Grid(dtype=torch.float64), rg.Grid(45, torch.float64)],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_fixes_that_it_names_work_when_typed(value, grid, dtype):
     """Also if a later update is larger still than the one that is named."""
     x = torch.zeros(2, 3, dtype=dtype)
-    functions = [(lambda x: x * 0 + value / 50, lambda x: x * 0), (lambda x: x * 0 + value, lambda x: x * 0)]
+    functions = [
+        (lambda x: x * 0 + value / 50, lambda x: x * 0),
+        (lambda x: x * 0 + value, lambda x: x * 0),
+    ]
     try:
         rg.ReversibleSequence(functions, exact=grid)(x)
     except rg.GridError as error:
@@ -333,13 +389,17 @@ def test_a_stream_that_is_only_read_may_hold_anything():
 
 def test_the_end_of_the_range_is_exact():
     x = torch.tensor([4095.5, -4095.5])
-    stack = rg.ReversibleSequence([(lambda x: x * 0 + 2**-12, lambda x: x * 0 - 2**-12)], streams=rg.Split(), exact=True)
+    stack = rg.ReversibleSequence(
+        [(lambda x: x * 0 + 2**-12, lambda x: x * 0 - 2**-12)], streams=rg.Split(), exact=True
+    )
     assert torch.equal(stack.inverse(stack(x)), x)
     assert not torch.equal(stack(x), x)
 
 
 def test_functions_that_leave_the_range_and_come_back_are_noticed():
-    stack = rg.ReversibleSequence([(lambda x: x * 0 + 5000, lambda x: x), (lambda x: x * 0 - 5000, lambda x: x)], exact=True)
+    stack = rg.ReversibleSequence(
+        [(lambda x: x * 0 + 5000, lambda x: x), (lambda x: x * 0 - 5000, lambda x: x)], exact=True
+    )
     with pytest.raises(rg.GridError, match="update 0 of 4"):
         stack(torch.ones(2))
 
@@ -347,12 +407,23 @@ def test_functions_that_leave_the_range_and_come_back_are_noticed():
 # --- what cannot be exact
 
 
-@pytest.mark.parametrize("coupling", [rg.Affine(), rg.Momentum(0.9), zoo.Scaled()], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize(
+    "coupling", [rg.Affine(), rg.Momentum(0.9), zoo.Scaled()], ids=lambda c: type(c).__name__
+)
 def test_couplings_that_multiply_are_refused(coupling):
-    with pytest.raises(ValueError, match=r"coupling: exact reversal needs additive couplings.*loses bits.*Use rg.Additive"):
+    with pytest.raises(
+        ValueError,
+        match=r"coupling: exact reversal needs additive couplings.*loses bits.*Use rg.Additive",
+    ):
         rg.ReversibleSequence([(nn.Linear(2, 4), nn.Linear(2, 4))], coupling=coupling, exact=True)
     with pytest.raises(ValueError, match=r"updates\[1\]: exact reversal needs additive couplings"):
-        rg.Reversible([rg.Update("a", nn.ReLU(), ("b",)), rg.Update("b", nn.ReLU(), ("a",), coupling=coupling)], exact=True)
+        rg.Reversible(
+            [
+                rg.Update("a", nn.ReLU(), ("b",)),
+                rg.Update("b", nn.ReLU(), ("a",), coupling=coupling),
+            ],
+            exact=True,
+        )
 
 
 class Astray(nn.Linear):
@@ -366,10 +437,13 @@ class Astray(nn.Linear):
 
 
 def test_a_function_that_is_off_by_one_step_of_the_grid_is_found():
-    stack = rg.ReversibleSequence([(nn.Linear(4, 4), nn.Linear(4, 4)), (Astray(4, 4), nn.Linear(4, 4))] * 4, exact=True)
+    stack = rg.ReversibleSequence(
+        [(nn.Linear(4, 4), nn.Linear(4, 4)), (Astray(4, 4), nn.Linear(4, 4))] * 4, exact=True
+    )
     y = stack(torch.randn(2, 4))
     with pytest.raises(
-        rg.RecomputeError, match=r"the walk back to update \d+ of 16 .*is off by .* with exact=True nothing may be"
+        rg.RecomputeError,
+        match=r"the walk back to update \d+ of 16 .*is off by .* with exact=True nothing may be",
     ):
         y.sum().backward()
 
@@ -378,8 +452,16 @@ def test_a_function_that_is_off_by_one_step_of_the_grid_is_found():
     ("options", "error", "text"),
     [
         ({"exact": 16}, TypeError, "exact=16: pass True, False or rg.Grid"),
-        ({"exact": True, "stream_dtype": torch.bfloat16}, ValueError, "streams on a grid are float32 or float64"),
-        ({"exact": rg.Grid(dtype=torch.float32), "stream_dtype": torch.float64}, ValueError, "not both"),
+        (
+            {"exact": True, "stream_dtype": torch.bfloat16},
+            ValueError,
+            "streams on a grid are float32 or float64",
+        ),
+        (
+            {"exact": rg.Grid(dtype=torch.float32), "stream_dtype": torch.float64},
+            ValueError,
+            "not both",
+        ),
         ({"stream_dtype": torch.int32}, TypeError, "pass a floating-point dtype"),
         ({"stream_dtype": torch.float8_e4m3fn}, TypeError, "pass a floating-point dtype"),
         ({"stream_dtype": "float32"}, TypeError, "pass a floating-point dtype"),
@@ -409,21 +491,27 @@ def test_it_may_be_assigned_later():
     assert stack(x.requires_grad_()).mul(2**5).frac().eq(0).all()  # the mean of two streams
     stack.drift = "raise"
     assert (stack.drift, stack.stream_dtype, stack.exact) == ("raise", None, rg.Grid(bits=4))
-    multiplying = rg.ReversibleSequence([(nn.Linear(2, 2), nn.Linear(2, 2))], coupling=rg.Momentum(0.5))
+    multiplying = rg.ReversibleSequence(
+        [(nn.Linear(2, 2), nn.Linear(2, 2))], coupling=rg.Momentum(0.5)
+    )
     with pytest.raises(ValueError, match="needs additive couplings"):
         multiplying.exact = True
     assert multiplying.exact is False
 
 
 def test_it_shows_in_repr():
-    assert "exact=Grid(bits=12, dtype=None)" in repr(rg.ReversibleSequence([], exact=rg.Grid(bits=12)))
+    assert "exact=Grid(bits=12, dtype=None)" in repr(
+        rg.ReversibleSequence([], exact=rg.Grid(bits=12))
+    )
     assert "exact" not in repr(rg.ReversibleSequence([]))
 
 
 # --- what users do with it
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, inside jvp and vmap
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script.*:DeprecationWarning"
+)  # torch's own, inside jvp and vmap
 def test_rounding_has_the_gradient_of_the_identity():
     x = torch.randn(5, dtype=torch.float64, requires_grad=True)
     grid = rg.Grid(bits=2)
@@ -431,17 +519,29 @@ def test_rounding_has_the_gradient_of_the_identity():
     assert torch.equal(y, (x * 4).round() / 4)
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.ones(5, dtype=torch.float64))
     tangent = torch.randn_like(x)
-    assert torch.equal(torch.func.jvp(lambda x: grid.round(x, torch.float64), (x,), (tangent,))[1], tangent)
+    assert torch.equal(
+        torch.func.jvp(lambda x: grid.round(x, torch.float64), (x,), (tangent,))[1], tangent
+    )
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, inside jvp and vmap
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script.*:DeprecationWarning"
+)  # torch's own, inside jvp and vmap
 def test_transforms():
-    stack, x = rg.ReversibleSequence([(zoo.Mix(4), zoo.Mix(4)) for _ in range(3)], exact=True), torch.randn(6, 4)
+    stack, x = (
+        rg.ReversibleSequence([(zoo.Mix(4), zoo.Mix(4)) for _ in range(3)], exact=True),
+        torch.randn(6, 4),
+    )
     expected = torch.stack([torch.func.grad(lambda x: stack(x).square().sum())(row) for row in x])
     got = torch.func.vmap(torch.func.grad(lambda x: stack(x).square().sum()))(x)
     torch.testing.assert_close(got, expected)
     _, tangent = torch.func.jvp(stack, (x,), (x,))
-    torch.testing.assert_close((tangent.sum()), (torch.func.grad(lambda x: stack(x).sum())(x) * x).sum(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        (tangent.sum()),
+        (torch.func.grad(lambda x: stack(x).sum())(x) * x).sum(),
+        atol=1e-4,
+        rtol=1e-4,
+    )
 
 
 def test_double_backward():
@@ -471,7 +571,10 @@ def test_copies_and_pickles(tmp_path):
 
 
 def test_precision_is_plain_data():
-    assert str(Precision(False, "raise", torch.float64)) == ", stream_dtype=torch.float64, drift='raise'"
+    assert (
+        str(Precision(False, "raise", torch.float64))
+        == ", stream_dtype=torch.float64, drift='raise'"
+    )
 
 
 # --- many processes
@@ -479,7 +582,9 @@ def test_precision_is_plain_data():
 
 def ddp(memory, rank):
     torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(routed(6, memory=memory), find_unused_parameters=True)
+    model = nn.parallel.DistributedDataParallel(
+        routed(6, memory=memory), find_unused_parameters=True
+    )
     return distributed_steps(model, rank)
 
 
@@ -503,14 +608,26 @@ def distributed_steps(model, rank):
     return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
-WRAPPED = {"ddp": ddp, "fsdp": functools.partial(fsdp, False), "fsdp-bfloat16": functools.partial(fsdp, True)}
+WRAPPED = {
+    "ddp": ddp,
+    "fsdp": functools.partial(fsdp, False),
+    "fsdp-bfloat16": functools.partial(fsdp, True),
+}
 MEMORY = {"reverse": rg.Reverse(), "keep": rg.Keep()}
-PROCESSES = {f"{n}-{m}": functools.partial(run, memory) for n, run in WRAPPED.items() for m, memory in MEMORY.items()}
+PROCESSES = {
+    f"{n}-{m}": functools.partial(run, memory)
+    for n, run in WRAPPED.items()
+    for m, memory in MEMORY.items()
+}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return processes.run(PROCESSES, tmp_path_factory.mktemp("exact"), ignore=["find_unused_parameters=True was specified"])
+    return processes.run(
+        PROCESSES,
+        tmp_path_factory.mktemp("exact"),
+        ignore=["find_unused_parameters=True was specified"],
+    )
 
 
 @pytest.mark.distributed

@@ -16,12 +16,16 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 def test_it_runs_and_saves_memory(example, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(example), "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "100%" in done.stderr  # the progress bar
     (picture,) = tmp_path.glob("*.png")
     assert picture.stat().st_size > 10_000
-    ours, plain = re.search(r"([\d.]+) MiB with retrograd, ([\d.]+) MiB without", done.stdout).groups()
+    ours, plain = re.search(
+        r"([\d.]+) MiB with retrograd, ([\d.]+) MiB without", done.stdout
+    ).groups()
     assert float(ours) < 0.7 * float(plain)
     result = re.search(r"^held out: .*", done.stdout, re.MULTILINE)
     assert result, done.stdout
@@ -34,7 +38,9 @@ def test_it_is_short_and_uses_public_names(example):
     text = example.read_text()
     assert len(text.splitlines()) < 100
     assert "retrograd.core" not in text
-    assert not re.search(r"\b_\w+\(", text.replace("__init__(", "").replace("__getitem__(", "")), "a private name"
+    assert not re.search(r"\b_\w+\(", text.replace("__init__(", "").replace("__getitem__(", "")), (
+        "a private name"
+    )
 
 
 def test_there_is_one_for_each_system():

@@ -1,4 +1,6 @@
-"""Promise 2: FSDP2 (`fully_shard`) gives the gradients of one process in plain autograd, wherever it is applied."""
+"""Promise 2: FSDP2 (`fully_shard`) gives the gradients of one process in plain autograd, wherever
+it is applied.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.processes import REVERSED, WORLD, Gradients, Model
 pytestmark = pytest.mark.distributed
 
 STEPS = 2
-PLACES: dict[str, Callable[[Model], list[nn.Module]]] = {  # inner modules first, as fully_shard wants them
+PLACES: dict[
+    str, Callable[[Model], list[nn.Module]]
+] = {  # inner modules first, as fully_shard wants them
     "f-and-g": lambda model: functions(model.stack),
     "blocks": lambda model: [*model.stack.blocks],
     "stack": lambda model: [model.stack],
@@ -36,8 +40,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "unused-parameter": {"second": processes.Unused},
 }
 EPS = torch.finfo(torch.bfloat16).eps
-MIXED: dict[str, tuple[str, bool, float]] = {  # where, whether FSDP casts the inputs, and how far gradients may be off
-    "f-and-g": ("f-and-g", True, 2 * EPS),  # the streams stay float32: what f and g get is off by one rounding at most
+MIXED: dict[
+    str, tuple[str, bool, float]
+] = {  # where, whether FSDP casts the inputs, and how far gradients may be off
+    "f-and-g": (
+        "f-and-g",
+        True,
+        2 * EPS,
+    ),  # the streams stay float32: what f and g get is off by one rounding at most
     "blocks": ("blocks", True, 2 * EPS),  # and so do they here: only what f and g read is cast
     "blocks-and-root": ("blocks-and-root", True, 4 * EPS),  # the embedding too runs in bfloat16
     "blocks-that-leave-streams-alone": ("blocks", False, 2 * EPS),  # f and g cast for themselves
@@ -52,7 +62,9 @@ def functions(stack: rg.ReversibleSequence) -> list[nn.Module]:
 # --- in the processes
 
 
-def train(place: str, reshard: bool, model_options: dict[str, Any], memory: Any, rank: int) -> list[Gradients]:
+def train(
+    place: str, reshard: bool, model_options: dict[str, Any], memory: Any, rank: int
+) -> list[Gradients]:
     """The gradients of each step and, at the end, the parameters."""
     model = Model(memory, **model_options)
     shard(PLACES[place](model), reshard_after_forward=reshard)
@@ -63,7 +75,10 @@ def train(place: str, reshard: bool, model_options: dict[str, Any], memory: Any,
         average(model)
         optimizer.step()
         steps.append(processes.gradients(model))
-    return [*steps, [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]]
+    return [
+        *steps,
+        [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()],
+    ]
 
 
 def accumulate(memory: Any, rank: int) -> Gradients:
@@ -95,7 +110,10 @@ def drop(memory: Any, rank: int) -> Gradients:
 def mixed(place: str, cast: bool, memory: Any, rank: int) -> Gradients:
     """In bfloat16 where FSDP is applied; the rest in float32."""
     model = Model(memory, dtype=torch.float32)
-    shard(PLACES[place](model), mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=cast))
+    shard(
+        PLACES[place](model),
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=cast),
+    )
     for fn in functions(model.stack) if not cast else ():
         fn.register_forward_pre_hook(lambda _, args: tuple(x.bfloat16() for x in args))
     processes.loss(model, 0, rank).backward()
@@ -104,7 +122,9 @@ def mixed(place: str, cast: bool, memory: Any, rank: int) -> Gradients:
 
 
 def resharded(memory: Any, rank: int) -> list[bool]:
-    """Whether the last block's parameters were put away again when backward ran the first block, whose input FSDP casts."""
+    """Whether the last block's parameters were put away again when backward ran the first block,
+    whose input FSDP casts.
+    """
     model = Model(memory, dtype=torch.float32)
     shard(PLACES["blocks"](model), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     first, last = model.stack.blocks[0], model.stack.blocks[-1]
@@ -127,24 +147,34 @@ def whole_zoo(place: str, rank: int) -> dict[str, Gradients]:
     return {str(case): processes.zoo_gradients(case, rank, wrap) for case in ZOO}
 
 
-CASES: dict[str, processes.Case] = {f"zoo-{place}": functools.partial(whole_zoo, place) for place in ("f-and-g", "blocks")}
+CASES: dict[str, processes.Case] = {
+    f"zoo-{place}": functools.partial(whole_zoo, place) for place in ("f-and-g", "blocks")
+}
 for name, memory in zoo.MEMORY.items():
     for setup, (place, cast, _) in MIXED.items():
         CASES[f"mixed-{setup}-{name}"] = functools.partial(mixed, place, cast, memory)
 for name, memory in REVERSED.items():
     for when, reshard in RESHARD.items():
-        CASES |= {f"{place}-{when}-{name}": functools.partial(train, place, reshard, {}, memory) for place in PLACES}
+        CASES |= {
+            f"{place}-{when}-{name}": functools.partial(train, place, reshard, {}, memory)
+            for place in PLACES
+        }
     for model, options in MODELS.items():
-        CASES[f"{model}-{name}"] = functools.partial(train, "f-and-g-and-root", True, options, memory)
+        CASES[f"{model}-{name}"] = functools.partial(
+            train, "f-and-g-and-root", True, options, memory
+        )
     for place in ("f-and-g", "blocks"):
-        CASES[f"late-{place}-{name}"] = functools.partial(train, place, True, {"second": processes.Shift}, memory)
+        CASES[f"late-{place}-{name}"] = functools.partial(
+            train, place, True, {"second": processes.Shift}, memory
+        )
     for case in (accumulate, two_forwards, drop, resharded):
         CASES[f"{case.__name__}-{name}"] = functools.partial(case, memory)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    # FSDP says so of every linear layer's output with more than two dimensions. Nothing edits it in place.
+    # FSDP says so of every linear layer's output with more than two dimensions. Nothing edits it in
+    # place.
     view = "FSDP2-wrapped module .* returned a view tensor"
     return processes.run(CASES, tmp_path_factory.mktemp("fsdp"), ignore=[view])
 
@@ -185,7 +215,9 @@ def test_shared_frozen_and_unused_parameters(results, model, memory):
 @pytest.mark.parametrize("memory", REVERSED)
 @pytest.mark.parametrize("place", ["f-and-g", "blocks"])
 def test_a_function_that_saves_nothing(results, place, memory):
-    """Nothing asks for its recompute during its own backward, while FSDP has its parameters gathered."""
+    """Nothing asks for its recompute during its own backward, while FSDP has its parameters
+    gathered.
+    """
     assert_trains(results[f"late-{place}-{memory}"], plain_training(second=processes.Shift))
 
 
@@ -199,7 +231,9 @@ def test_several_forwards_before_a_step(results, case, steps, memory):
 
 @pytest.mark.parametrize("memory", REVERSED)
 def test_dropout_replays_the_draws_of_each_rank(results, memory):
-    expected = processes.mean(processes.dropout_gradients(Model(dropout=0.5), rank) for rank in range(WORLD))
+    expected = processes.mean(
+        processes.dropout_gradients(Model(dropout=0.5), rank) for rank in range(WORLD)
+    )
     for got in results[f"drop-{memory}"]:
         assert zoo.worst(got, expected) < 1e-9
 

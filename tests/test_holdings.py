@@ -1,4 +1,6 @@
-"""What a function holds is replayed or checked wherever it keeps it: closures, partials, lists, objects, globals."""
+"""What a function holds is replayed or checked wherever it keeps it: closures, partials, lists,
+objects, globals.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ every_memory = pytest.mark.parametrize("memory", REVERSED)
 
 
 def noisy(before, after, generator, x):
-    """Draws from a generator of its own. With `after` at zero, another draw leaves the streams alone: only gradients tell."""
+    """Draws from a generator of its own. With `after` at zero, another draw leaves the streams
+    alone: only gradients tell.
+    """
     return after(before(x) * torch.rand(4, generator=generator, dtype=x.dtype))
 
 
@@ -76,7 +80,10 @@ PLACES = {
     "partial": lambda *held: functools.partial(noisy, *held),
     "callable object": Callable_,
     "attribute of a module": Attribute,
-    **{function.__name__: function for function in (in_a_closure, in_an_object, in_a_default, in_a_method)},
+    **{
+        function.__name__: function
+        for function in (in_a_closure, in_an_object, in_a_default, in_a_method)
+    },
 }
 
 
@@ -93,7 +100,9 @@ def test_generators_replay_and_end_where_plain_leaves_them(place, exact, memory)
             generators.append(torch.Generator().manual_seed(i))
             functions.append(PLACES[place](before, after, generators[-1]))
             weights += [*before.parameters(), *after.parameters()]
-        stack = rg.ReversibleSequence(zip(functions[::2], functions[1::2]), memory=memory, exact=exact)
+        stack = rg.ReversibleSequence(
+            zip(functions[::2], functions[1::2]), memory=memory, exact=exact
+        )
         loss = stack(torch.randn(2, 4)).sin().sum()
         found = torch.autograd.grad(loss, weights, allow_unused=True)
         return list(found), [generator.get_state() for generator in generators]
@@ -114,7 +123,9 @@ def test_a_generator_in_an_argument_that_is_no_pytree():
     found = []
     for memory in (rg.Keep(), rg.Reverse(keep_last=False)):
         stack.memory = memory
-        found.append(zoo.gradients(stack, stack(x, settings=Settings(torch.Generator().manual_seed(1)))))
+        found.append(
+            zoo.gradients(stack, stack(x, settings=Settings(torch.Generator().manual_seed(1))))
+        )
     assert zoo.worst(*found) < 1e-9
 
 
@@ -128,13 +139,17 @@ def test_a_generator_among_many_arguments():
     found = []
     for memory in (rg.Keep(), rg.Reverse(keep_last=False)):
         stack.memory = memory
-        found.append(zoo.gradients(stack, stack(x, settings=[*range(100), torch.Generator().manual_seed(1)])))
+        found.append(
+            zoo.gradients(stack, stack(x, settings=[*range(100), torch.Generator().manual_seed(1)]))
+        )
     assert zoo.worst(*found) < 1e-9
 
 
 @every_memory
 def test_a_function_that_seeds_leaves_the_generator_as_plain_does(memory):
-    """Every function starts with the same seed, so that the state before it is the state after it."""
+    """Every function starts with the same seed, so that the state before it is the state
+    after it.
+    """
 
     class Seeded(zoo.Mix):
         def forward(self, x):
@@ -143,7 +158,9 @@ def test_a_function_that_seeds_leaves_the_generator_as_plain_does(memory):
 
     def next_draw(memory):
         torch.manual_seed(5)
-        stack = rg.ReversibleSequence([(Seeded(4), Seeded(4)) for _ in range(3)], memory=memory).double()
+        stack = rg.ReversibleSequence(
+            [(Seeded(4), Seeded(4)) for _ in range(3)], memory=memory
+        ).double()
         y = stack(torch.randn(2, 4, dtype=torch.float64))
         torch.rand(3)
         y.sum().backward()
@@ -190,14 +207,18 @@ def test_statistics_of_a_module_in_a_list_are_updated_once(memory):
     stack = rg.ReversibleSequence(zip(functions[::2], functions[1::2]), memory=REVERSED[memory])
     for step in range(1, 3):
         stack(torch.randn(8, 4, requires_grad=True)).sum().backward()
-        assert [function.shared[0].num_batches_tracked.item() for function in functions] == [step] * 6
+        assert [function.shared[0].num_batches_tracked.item() for function in functions] == [
+            step
+        ] * 6
         for function in functions:  # another one in its place, which the stack must find
             function.shared[0] = function.shared[0].__class__(4).requires_grad_(False)
             function.shared[0].num_batches_tracked.add_(step)
 
 
 def test_a_parent_is_not_part_of_a_function():
-    """Modules refer to their parents through lists; a function does not consist of the whole model."""
+    """Modules refer to their parents through lists; a function does not consist of the
+    whole model.
+    """
 
     class Child(nn.Linear):
         def __init__(self, parent):
@@ -243,11 +264,15 @@ def test_what_refers_to_itself_is_searched_once():
 def test_a_weight_of_no_module_edited_before_backward_raises(exact, memory):
     weights = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(6)]
     functions = [functools.partial(lambda w, x: (x @ w).tanh(), w) for w in weights]
-    stack = rg.ReversibleSequence(zip(functions[::2], functions[1::2]), memory=REVERSED[memory], exact=exact)
+    stack = rg.ReversibleSequence(
+        zip(functions[::2], functions[1::2]), memory=REVERSED[memory], exact=exact
+    )
     y = stack(torch.randn(2, 4, dtype=torch.float64))
     with torch.no_grad():
         weights[0].add_(1)
-    with pytest.raises(rg.InPlaceError, match=r"needs parameter '\(a tensor of no module\)' as forward saw it"):
+    with pytest.raises(
+        rg.InPlaceError, match=r"needs parameter '\(a tensor of no module\)' as forward saw it"
+    ):
         y.sum().backward()
 
 
@@ -257,7 +282,9 @@ def test_a_weight_of_no_module_edited_before_backward_raises(exact, memory):
 @every_memory
 @pytest.mark.parametrize("exact", [False, True])
 def test_parameters_registered_in_another_order(exact, memory):
-    """What follows is at zero, so that only gradients would tell if weight and bias were taken for each other."""
+    """What follows is at zero, so that only gradients would tell if weight and bias were taken for
+    each other.
+    """
 
     def function():
         last = nn.Linear(4, 4)
@@ -269,7 +296,9 @@ def test_parameters_registered_in_another_order(exact, memory):
         functions = [function() for _ in range(6)]
         for f in functions:
             nn.init.normal_(f[0].weight)
-        stack = rg.ReversibleSequence(zip(functions[::2], functions[1::2]), memory=memory, exact=exact).double()
+        stack = rg.ReversibleSequence(
+            zip(functions[::2], functions[1::2]), memory=memory, exact=exact
+        ).double()
         y = stack(torch.randn(2, 4, dtype=torch.float64))
         for f in functions if reorder else ():
             weight = f[0].weight
@@ -287,5 +316,7 @@ def test_a_module_that_was_pruned_before_backward_raises(memory):
     stack.memory = REVERSED[memory]
     y = stack(x)
     prune.l1_unstructured(stack.blocks[0].f.up, "weight", amount=0.5)
-    with pytest.raises(rg.RecomputeError, match=r"(?s)needs parameter 'weight'.*pruned.*call backward\(\) first"):
+    with pytest.raises(
+        rg.RecomputeError, match=r"(?s)needs parameter 'weight'.*pruned.*call backward\(\) first"
+    ):
         y.sum().backward()

@@ -38,7 +38,12 @@ PUBLIC = [
 def test_the_public_names_are_frozen():
     """Adding or removing one is a decision: docs and changelog change in the same commit."""
     tree = ast.parse((SOURCE / "__init__.py").read_text())
-    exported = [alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    exported = [
+        alias.asname
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
     assert exported == PUBLIC
     assert all(getattr(rg, name).__doc__ for name in PUBLIC)
 
@@ -61,7 +66,10 @@ def test_the_core_imports_torch_and_itself_only():
     allowed = set(sys.stdlib_module_names) | {"torch"}
     for path in CORE:
         for name in imported(path):
-            assert name.split(".")[0] in allowed or name.startswith("retrograd.core"), (path.name, name)
+            assert name.split(".")[0] in allowed or name.startswith("retrograd.core"), (
+                path.name,
+                name,
+            )
 
 
 def code_lines(path):
@@ -69,11 +77,18 @@ def code_lines(path):
     tree = ast.parse(path.read_text())
     other = set()
     for node in ast.walk(tree):
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        is_text = (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        )
         if is_text or isinstance(node, (ast.Import, ast.ImportFrom)):
             other.update(range(node.lineno, node.end_lineno + 1))
     lines = path.read_text().splitlines()
-    return sum(bool(line.strip()) and not line.strip().startswith("#") and i not in other for i, line in enumerate(lines, 1))
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and i not in other
+        for i, line in enumerate(lines, 1)
+    )
 
 
 def test_the_core_can_be_read_in_one_sitting():
@@ -90,7 +105,10 @@ def test_the_core_can_be_read_in_one_sitting():
 
 def test_torch_is_used_through_its_public_names():
     """What is private of torch is named in core/private.py, with what would replace it."""
-    private = re.compile(r"torch\._(?!_version)|torch\.[a-z.]*\._|import _|_current_level|_post_accumulate|_storage_Use_Count")
+    private = re.compile(
+        r"torch\._(?!_version)|torch\.[a-z.]*\._|import "
+        r"_|_current_level|_post_accumulate|_storage_Use_Count"
+    )
     for path in SOURCE.rglob("*.py"):
         if path.name != "private.py":
             found = [line for line in path.read_text().splitlines() if private.search(line)]
@@ -98,12 +116,27 @@ def test_torch_is_used_through_its_public_names():
 
 
 def test_nothing_is_named_for_nothing_in_particular():
-    assert not {path.stem for path in SOURCE.rglob("*.py")} & {"utils", "util", "helpers", "common", "misc"}
+    assert not {path.stem for path in SOURCE.rglob("*.py")} & {
+        "utils",
+        "util",
+        "helpers",
+        "common",
+        "misc",
+    }
 
 
 def test_importing_loads_nothing_but_torch():
-    """In a process of its own: which top-level packages does `import retrograd` add to those of `import torch`?"""
-    code = "import sys, torch; before = set(sys.modules); import retrograd; print(*(set(sys.modules) - before))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert {name.split(".")[0] for name in found} <= {"retrograd", "torch"} | set(sys.stdlib_module_names)
+    """In a process of its own: which top-level packages does `import retrograd` add to those of
+    `import torch`?
+    """
+    code = (
+        "import sys, torch; before = set(sys.modules); import retrograd; "
+        "print(*(set(sys.modules) - before))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert {name.split(".")[0] for name in found} <= {"retrograd", "torch"} | set(
+        sys.stdlib_module_names
+    )
     assert "torch._dynamo" not in found  # seconds

@@ -33,7 +33,12 @@ def test_backwards_in_any_order(case, order):
 def test_one_backward_through_two_calls():
     stack, x = zoo.Case("additive", "mean", "tensor", "reverse").build()
     got = zoo.gradients(stack, stack(stack(x) * 2), x)
-    assert zoo.worst(got, zoo.gradients(stack, zoo.plain_stack(stack, zoo.plain_stack(stack, x) * 2), x)) < 1e-9
+    assert (
+        zoo.worst(
+            got, zoo.gradients(stack, zoo.plain_stack(stack, zoo.plain_stack(stack, x) * 2), x)
+        )
+        < 1e-9
+    )
 
 
 def test_gradients_accumulate_over_calls():
@@ -41,4 +46,9 @@ def test_gradients_accumulate_over_calls():
     for _ in range(2):
         zoo.loss(stack(x)).backward()
     once = zoo.gradients(stack, zoo.plain_stack(stack, x), x)
-    assert zoo.worst([x.grad, *(p.grad for p in stack.parameters())], [2 * gradient for gradient in once]) < 1e-9
+    assert (
+        zoo.worst(
+            [x.grad, *(p.grad for p in stack.parameters())], [2 * gradient for gradient in once]
+        )
+        < 1e-9
+    )

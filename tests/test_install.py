@@ -1,7 +1,8 @@
-"""`install`: which packages are recognised, what is replaced and put back, and what is said about the others.
+"""`install`: which packages are recognised, what is replaced and put back, and what is said about
+the others.
 
-The packages made here have modules of their own, in plain autograd, with the names and signatures of the five systems: so
-they are also the oracle of what is put in their place.
+The packages made here have modules of their own, in plain autograd, with the names and signatures
+of the five systems: so they are also the oracle of what is put in their place.
 """
 
 import importlib
@@ -86,7 +87,8 @@ class ReversibleSequence(nn.Module):
 NUWA = f"""{FUNCTION}{BLOCK.replace("AXIS", "2")}
 def route_args(router, args, depth):
     def chosen(block, function):
-        return {{name: value for name, value in args.items() if name in router and router[name][block][function]}}
+        names = [n for n in args if n in router and router[n][block][function]]
+        return {{name: args[name] for name in names}}
 
     return [(chosen(block, 0), chosen(block, 1)) for block in range(depth)]
 
@@ -113,7 +115,8 @@ class ReversibleBlock(nn.Module):
         self.f, self.g = Deterministic(f), Deterministic(g)
 
     def forward(self, x, **kwargs):
-        x1, x2 = ({{degree: value.chunk(2, -1)[half] for degree, value in x.items()}} for half in (0, 1))
+        halves = [{{degree: v.chunk(2, -1)[half] for degree, v in x.items()}} for half in (0, 1)]
+        x1, x2 = halves
         y1 = plus(x1, self.f(x2, **kwargs))
         y2 = plus(x2, self.g(y1))
         return {{degree: torch.cat((y1[degree], y2[degree]), -1) for degree in x}}
@@ -156,7 +159,10 @@ class ReversibleSelfAttnBlock(Four):
         return torch.cat((x1, x2), 2), torch.cat((m1, m2), 2)
 
 class ReversibleCrossAttnBlock(Four):
-    def forward(self, x, m, *, context, context_mask, video_mask=None, audio_mask=None, _reverse=True, **kwargs):
+    def forward(
+        self, x, m, *, context, context_mask, video_mask=None, audio_mask=None,
+        _reverse=True, **kwargs,
+    ):
         (x1, x2), (m1, m2) = x.chunk(2, 2), m.chunk(2, 2)
         x1 = x1 + self.f(x2, context=context, context_mask=context_mask, mask=video_mask)
         x2 = x2 + self.g(x1)
@@ -191,21 +197,34 @@ TYPES = {{
 class DualModalityReversibleSequence(nn.Module):
     def __init__(self, input_blocks, block_types):
         super().__init__()
-        self.blocks = nn.ModuleList([TYPES[name](*block) for block, name in zip(input_blocks, block_types)])
+        pairs = zip(input_blocks, block_types)
+        self.blocks = nn.ModuleList([TYPES[name](*block) for block, name in pairs])
 
-    def forward(self, video, audio, *, context, context_mask=None, video_mask=None, audio_mask=None, reverse=True):
+    def forward(
+        self, video, audio, *, context, context_mask=None, video_mask=None, audio_mask=None,
+        reverse=True,
+    ):
         x = torch.cat([torch.cat((t, t), 2) for t in (video, audio)], 1)
-        kwargs = dict(context=context, context_mask=context_mask, video_mask=video_mask, audio_mask=audio_mask)
+        masks = dict(context_mask=context_mask, video_mask=video_mask, audio_mask=audio_mask)
+        kwargs = dict(context=context, **masks)
         x = reversible_apply(x, video.shape[1], self.blocks, kwargs)
         return [sum(t.chunk(2, 2)) / 2 for t in (x[:, :video.shape[1]], x[:, video.shape[1]:])]
 """
 
-PLAIN = {"reformer": REFORMER, "axial": AXIAL, "nuwa": NUWA, "se3": SE3, "nuwa_video_audio": VIDEO_AUDIO}
+PLAIN = {
+    "reformer": REFORMER,
+    "axial": AXIAL,
+    "nuwa": NUWA,
+    "se3": SE3,
+    "nuwa_video_audio": VIDEO_AUDIO,
+}
 
 
 @pytest.fixture
 def shelf(tmp_path, monkeypatch):
-    """`shelf("name", {"layers": source})` makes a package of these modules. All are uninstalled and forgotten at the end."""
+    """`shelf("name", {"layers": source})` makes a package of these modules. All are uninstalled and
+    forgotten at the end.
+    """
     monkeypatch.syspath_prepend(tmp_path)
     made = []
 
@@ -240,7 +259,9 @@ def package():
 
 @pytest.fixture(autouse=True)
 def _no_files(monkeypatch):
-    """se3-transformer-pytorch keeps files in the home directory, unless this is set when it is imported."""
+    """se3-transformer-pytorch keeps files in the home directory, unless this is set when it is
+    imported.
+    """
     monkeypatch.setenv("CLEAR_CACHE", "1")
 
 
@@ -269,21 +290,26 @@ def replaced(before):
 
 HOLDERS = {
     "reformer_pytorch": {
-        "reformer_pytorch.reversible": "Deterministic ReversibleBlock IrreversibleBlock ReversibleSequence",
+        "reformer_pytorch.reversible": "Deterministic ReversibleBlock IrreversibleBlock "
+        "ReversibleSequence",
         "reformer_pytorch.reformer_pytorch": "ReversibleSequence",
     },
     "axial_attention": {
-        "axial_attention.reversible": "Deterministic ReversibleBlock IrreversibleBlock ReversibleSequence",
+        "axial_attention.reversible": "Deterministic ReversibleBlock IrreversibleBlock "
+        "ReversibleSequence",
         "axial_attention.axial_attention": "ReversibleSequence",
     },
     "se3_transformer_pytorch": {
-        "se3_transformer_pytorch.reversible": "Deterministic ReversibleBlock ReversibleSequence SequentialSequence",
+        "se3_transformer_pytorch.reversible": "Deterministic ReversibleBlock ReversibleSequence "
+        "SequentialSequence",
         "se3_transformer_pytorch.se3_transformer_pytorch": "ReversibleSequence SequentialSequence",
     },
     "nuwa_pytorch": {
         "nuwa_pytorch.reversible": "Deterministic ReversibleBlock ReversibleSequence route_args",
-        "nuwa_pytorch.reversible_video_audio": "Deterministic ReversibleSelfAttnBlock ReversibleCrossAttnBlock "
-        "ReversibleCrossModalityAttnBlock DualModalityReversibleSequence reversible_apply irreversible_apply",
+        "nuwa_pytorch.reversible_video_audio": "Deterministic ReversibleSelfAttnBlock "
+        "ReversibleCrossAttnBlock "
+        "ReversibleCrossModalityAttnBlock DualModalityReversibleSequence reversible_apply "
+        "irreversible_apply",
         "nuwa_pytorch.nuwa_pytorch": "ReversibleSequence DualModalityReversibleSequence",
     },
 }
@@ -295,7 +321,9 @@ def test_every_name_is_replaced_and_put_back(name, package):
     package(name)
     before = classes_and_functions()
     rg.compat.install(name)
-    assert replaced(before) == {(module, each) for module, names in HOLDERS[name].items() for each in names.split()}
+    assert replaced(before) == {
+        (module, each) for module, names in HOLDERS[name].items() for each in names.split()
+    }
     for module, names in HOLDERS[name].items():
         for each in names.split():
             assert getattr(sys.modules[module], each).__module__.startswith("retrograd.compat.")
@@ -307,7 +335,11 @@ def test_every_name_is_replaced_and_put_back(name, package):
 def test_the_report(name, package):
     package(name)
     report = rg.compat.install(name)
-    systems = {"reformer_pytorch": ["reformer"], "axial_attention": ["axial"], "se3_transformer_pytorch": ["se3"]}
+    systems = {
+        "reformer_pytorch": ["reformer"],
+        "axial_attention": ["axial"],
+        "se3_transformer_pytorch": ["se3"],
+    }
     assert [each.system for each in report] == [
         f"retrograd.compat.{system}" for system in systems.get(name, ["nuwa", "nuwa_video_audio"])
     ]
@@ -333,7 +365,9 @@ def test_before_the_package_was_imported(monkeypatch):
         assert type(Reformer(dim=8, depth=1, heads=2).layers) is ReversibleSequence
     finally:
         rg.compat.uninstall("reformer_pytorch")
-    assert type(Reformer(dim=8, depth=1, heads=2).layers).__module__ == "reformer_pytorch.reversible"
+    assert (
+        type(Reformer(dim=8, depth=1, heads=2).layers).__module__ == "reformer_pytorch.reversible"
+    )
 
 
 def test_after_the_package_was_imported(package):
@@ -344,7 +378,11 @@ def test_after_the_package_was_imported(package):
     rg.compat.uninstall("reformer_pytorch")
     after = Reformer(dim=8, depth=1, heads=2)
     homes = [type(model.layers).__module__ for model in (before, between, after)]
-    assert homes == ["reformer_pytorch.reversible", "retrograd.compat.reformer", "reformer_pytorch.reversible"]
+    assert homes == [
+        "reformer_pytorch.reversible",
+        "retrograd.compat.reformer",
+        "reformer_pytorch.reversible",
+    ]
 
 
 def test_random_states_are_left_alone(package):
@@ -360,7 +398,9 @@ def test_random_states_are_left_alone(package):
 
 
 class Mixer(nn.Module):
-    """A function for all of them: tensors or dicts, with channels on any axis, one input or two, a context or none."""
+    """A function for all of them: tensors or dicts, with channels on any axis, one input or two, a
+    context or none.
+    """
 
     def __init__(self, axis):
         super().__init__()
@@ -371,20 +411,36 @@ class Mixer(nn.Module):
         if isinstance(x, dict):
             return {key: self(value, context=context) for key, value in x.items()}
         y = self.linear(x.movedim(self.axis, -1)).tanh().movedim(-1, self.axis)
-        return y * (1 + sum(other.mean() for other in others)) + (0 if context is None else context.sum())
+        return y * (1 + sum(other.mean() for other in others)) + (
+            0 if context is None else context.sum()
+        )
 
 
 def outputs(module, system):
     """A network of this module's blocks, and what it makes of fixed inputs, in one tensor."""
     torch.manual_seed(3)
-    x, short, context = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 4), (2, 3, 4), (3,)))
-    pairs = [(Mixer(1 if system == "axial" else 2), Mixer(1 if system == "axial" else 2)) for _ in range(3)]
+    x, short, context = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 5, 4), (2, 3, 4), (3,))
+    )
+    pairs = [
+        (Mixer(1 if system == "axial" else 2), Mixer(1 if system == "axial" else 2))
+        for _ in range(3)
+    ]
     if system == "nuwa_video_audio":
-        types = ["intra_modality_self_attn", "intra_modality_cross_attn", "inter_modality_cross_attn"]
-        net = module.DualModalityReversibleSequence([[Mixer(2) for _ in range(4)] for _ in types], types).double()
+        types = [
+            "intra_modality_self_attn",
+            "intra_modality_cross_attn",
+            "inter_modality_cross_attn",
+        ]
+        net = module.DualModalityReversibleSequence(
+            [[Mixer(2) for _ in range(4)] for _ in types], types
+        ).double()
         return net, torch.cat(net(x, short, context=context), 1)
     if system == "nuwa":
-        net = module.ReversibleSequence(pairs, {"context": [(True, False), (False, False), (True, True)]}).double()
+        net = module.ReversibleSequence(
+            pairs, {"context": [(True, False), (False, False), (True, True)]}
+        ).double()
         return net, net(x, context=context)
     net = module.ReversibleSequence(pairs).double()
     if system == "reformer":
@@ -397,7 +453,9 @@ def outputs(module, system):
 def gradients(module, system):
     net, output = outputs(module, system)
     output.square().sum().backward()
-    return {"output": output.detach()} | {name: weight.grad for name, weight in net.named_parameters()}
+    return {"output": output.detach()} | {
+        name: weight.grad for name, weight in net.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("system", PLAIN)
@@ -414,10 +472,15 @@ def test_a_copy_is_recognised_whatever_it_is_called(system, shelf):
     assert type(outputs(module, system)[0]).__module__ == report.module
 
 
-@pytest.mark.parametrize("place", ["__init__", "deep/__init__", "deep/deeper/layers", "space/of/names"])
+@pytest.mark.parametrize(
+    "place", ["__init__", "deep/__init__", "deep/deeper/layers", "space/of/names"]
+)
 def test_it_may_be_anywhere_in_the_package(place, shelf):
     inits = {"deep/__init__": "", "deep/deeper/__init__": ""}
-    name = shelf("anywhere", {**inits, place: AXIAL, "other": "raise ImportError('nobody asked for this module')"})
+    name = shelf(
+        "anywhere",
+        {**inits, place: AXIAL, "other": "raise ImportError('nobody asked for this module')"},
+    )
     [report] = rg.compat.install(name)
     assert report.module == ".".join([name, *place.split("/")]).removesuffix(".__init__")
 
@@ -425,7 +488,9 @@ def test_it_may_be_anywhere_in_the_package(place, shelf):
 def test_a_package_may_carry_several(shelf):
     name = shelf("several", PLAIN)
     report = rg.compat.install(name)
-    assert {each.module: each.system for each in report} == {f"{name}.{each}": f"retrograd.compat.{each}" for each in PLAIN}
+    assert {each.module: each.system for each in report} == {
+        f"{name}.{each}": f"retrograd.compat.{each}" for each in PLAIN
+    }
 
 
 def test_packages_are_independent(shelf):
@@ -438,10 +503,16 @@ def test_packages_are_independent(shelf):
 
 
 def test_names_that_a_user_has_imported(shelf):
-    """Under other names, too; and put back in those places, unless the user has changed them since."""
+    """Under other names, too; and put back in those places, unless the user has changed
+    them since.
+    """
     name = shelf("theirs", {"layers": AXIAL})
     user = ModuleType("user_of_theirs")
-    exec("from theirs.layers import ReversibleSequence, ReversibleSequence as Stack, ReversibleBlock as Block", vars(user))
+    exec(
+        "from theirs.layers import ReversibleSequence, ReversibleSequence as Stack, "
+        "ReversibleBlock as Block",
+        vars(user),
+    )
     original = user.Stack
     sys.modules[user.__name__] = user
     try:
@@ -468,14 +539,17 @@ def test_twice_is_harmless(shelf):
     assert replaced(before) == set()
     rg.compat.install(name)
     assert replaced(before) == {
-        ("twice.layers", each) for each in ("Deterministic", "ReversibleBlock", "IrreversibleBlock", "ReversibleSequence")
+        ("twice.layers", each)
+        for each in ("Deterministic", "ReversibleBlock", "IrreversibleBlock", "ReversibleSequence")
     }
 
 
 # --- packages that are refused
 
 
-@pytest.mark.parametrize("name", ["no_such_package", "no_such_package.reversible", "reformer-pytorch"])
+@pytest.mark.parametrize(
+    "name", ["no_such_package", "no_such_package.reversible", "reformer-pytorch"]
+)
 def test_a_package_that_is_not_there(name):
     text = r"there is no such package\. Give the name that you import, .*\(pip install"
     with pytest.raises(ModuleNotFoundError, match=text) as info:
@@ -487,7 +561,9 @@ def refusal(name):
     """What is said about a package that is refused, and that nothing was changed for it."""
     before = classes_and_functions()
     state = torch.get_rng_state()
-    with pytest.raises(ValueError, match=rf"^install\('{name}'\): no module of this package is one of the five") as info:
+    with pytest.raises(
+        ValueError, match=rf"^install\('{name}'\): no module of this package is one of the five"
+    ) as info:
         rg.compat.install(name)
     assert replaced(before) == set()
     assert torch.equal(torch.get_rng_state(), state)
@@ -503,15 +579,26 @@ def test_a_package_without_a_reversible_module():
 
 def test_packages_with_another_reversible_module():
     load("revtorch")
-    assert "revtorch.revtorch is not retrograd.compat.reformer: it has no Deterministic, IrreversibleBlock" in refusal("revtorch")
+    assert (
+        "revtorch.revtorch is not retrograd.compat.reformer: it has no Deterministic, "
+        "IrreversibleBlock" in refusal("revtorch")
+    )
     load("linformer")
     text = refusal("linformer")
     assert "linformer.reversible is not retrograd.compat.axial: it has no IrreversibleBlock" in text
-    assert "ReversibleSequence.__init__ takes (blocks, args_route={}, layer_dropout=0.0), not (blocks, args_route={})" in text
+    assert (
+        "ReversibleSequence.__init__ takes (blocks, args_route={}, layer_dropout=0.0), not "
+        "(blocks, args_route={})" in text
+    )
 
 
 OTHER_SIGNATURES = {
-    "a missing name": ("reformer", "class IrreversibleBlock", "class Irreversible", "it has no IrreversibleBlock"),
+    "a missing name": (
+        "reformer",
+        "class IrreversibleBlock",
+        "class Irreversible",
+        "it has no IrreversibleBlock",
+    ),
     "another argument": (
         "axial",
         "(self, blocks)",
@@ -522,13 +609,19 @@ OTHER_SIGNATURES = {
         "axial",
         "arg_route=(True, True)",
         "arg_route=(True, False)",
-        "ReversibleSequence.forward takes (x, arg_route=(True, False), **kwargs), not (x, arg_route=(True, True), **kwargs)",
+        "ReversibleSequence.forward takes (x, arg_route=(True, False), **kwargs), not (x, "
+        "arg_route=(True, True), **kwargs)",
     ),
-    "another order": ("nuwa", "(router, args, depth)", "(args, router, depth)", "route_args takes (args, router, depth), not"),
+    "another order": (
+        "nuwa",
+        "(router, args, depth)",
+        "(args, router, depth)",
+        "route_args takes (args, router, depth), not",
+    ),
     "another block": (
         "se3",
-        "(self, x, **kwargs):\n        x1, x2",
-        "(self, x, mask=None):\n        x1, x2",
+        "(self, x, **kwargs):\n        halves",
+        "(self, x, mask=None):\n        halves",
         "ReversibleBlock.forward takes (x, mask=None), not (x, **kwargs)",
     ),
     "another apply": (
@@ -562,7 +655,13 @@ OTHER_RESULTS = {
     "another axis": ("reformer", "chunk(2, 2)", "chunk(2, 1)", "y2), 2)", "y2), 1)"),
     "merged": ("reformer", "        return x\n", "        return sum(x.chunk(2, 2))\n"),
     "streams apart": ("se3", "self.g(y1)", "self.g(x1)"),
-    "the other stream first": ("reformer", "x1, x2 = x", "x2, x1 = x", "cat((y1, y2)", "cat((y2, y1)"),
+    "the other stream first": (
+        "reformer",
+        "x1, x2 = x",
+        "x2, x1 = x",
+        "cat((y1, y2)",
+        "cat((y2, y1)",
+    ),
     "minus": ("reformer", "x2 + self.g", "x2 - self.g"),
     "sum for mean, of two": ("nuwa_video_audio", "sum(t.chunk(2, 2)) / 2", "sum(t.chunk(2, 2))"),
 }
@@ -572,7 +671,10 @@ OTHER_RESULTS = {
 def test_another_computation_is_refused(case, shelf):
     system, *changes = OTHER_RESULTS[case]
     name = shelf("look_alike", {"layers": altered(system, *changes)})
-    expected = f"look_alike.layers is not retrograd.compat.{system}: on an example it computes something else"
+    expected = (
+        f"look_alike.layers is not retrograd.compat.{system}: on an example it computes "
+        "something else"
+    )
     assert expected in refusal(name)
 
 
@@ -581,9 +683,14 @@ FIRST = "        x = torch.cat((x, x), 1)"  # line of AXIAL's forward
 
 def test_an_example_that_fails_is_a_reason(shelf):
     """Also if it has drawn random numbers before: `refusal` looks."""
-    failing = altered("axial", FIRST, "        torch.randn(3)\n        raise OSError('no graphics card')")
+    failing = altered(
+        "axial", FIRST, "        torch.randn(3)\n        raise OSError('no graphics card')"
+    )
     text = refusal(shelf("look_alike", {"layers": failing}))
-    assert "look_alike.layers is not retrograd.compat.axial: on an example it raised OSError: no graphics card" in text
+    assert (
+        "look_alike.layers is not retrograd.compat.axial: on an example it raised OSError: no "
+        "graphics card" in text
+    )
 
 
 def test_an_example_may_draw_random_numbers(shelf):
@@ -598,14 +705,18 @@ def test_an_example_may_draw_random_numbers(shelf):
 
 @pytest.mark.parametrize("place", ["__init__", "broken"])
 def test_an_import_that_fails_passes_its_error_through(place, shelf):
-    """As it is, from the package or from a module that looks right; the module that was fine is left alone, too."""
+    """As it is, from the package or from a module that looks right; the module that was fine is
+    left alone, too.
+    """
     broken = "raise OSError('a library is missing')\nclass ReversibleSequence(object): ...\n"
     name = shelf("failing", {"a_good_one": AXIAL, place: broken})
     for _ in range(2):
         with pytest.raises(OSError, match="^a library is missing$"):
             rg.compat.install(name)
     if place == "broken":
-        assert sys.modules["failing.a_good_one"].ReversibleSequence.__module__ == "failing.a_good_one"
+        assert (
+            sys.modules["failing.a_good_one"].ReversibleSequence.__module__ == "failing.a_good_one"
+        )
 
 
 def test_a_package_that_was_mended_can_be_installed(shelf):
@@ -619,17 +730,39 @@ def test_a_package_that_was_mended_can_be_installed(shelf):
 # --- what signatures do not show, and what happens in between
 
 SAME_ON_THE_EXAMPLE = {
-    "f and g exchanged": ("axial", "self.f(x2", "self.GG(x2", "self.g(y1", "self.f(y1", "self.GG", "self.g"),
+    "f and g exchanged": (
+        "axial",
+        "self.f(x2",
+        "self.GG(x2",
+        "self.g(y1",
+        "self.f(y1",
+        "self.GG",
+        "self.g",
+    ),
     "keyword arguments for g, too": ("se3", "self.g(y1)", "self.g(y1, **kwargs)"),
-    "modalities that do not see each other": ("nuwa_video_audio", "(x2, m2, ", "(x2, 0 * m2, ", "(m2, x2, ", "(m2, 0 * x2, "),
-    "g for video, k for audio": ("nuwa_video_audio", "self.k(x1)", "self.g(x1)", "m2 + self.g(m1)", "m2 + self.k(m1)"),
+    "modalities that do not see each other": (
+        "nuwa_video_audio",
+        "(x2, m2, ",
+        "(x2, 0 * m2, ",
+        "(m2, x2, ",
+        "(m2, 0 * x2, ",
+    ),
+    "g for video, k for audio": (
+        "nuwa_video_audio",
+        "self.k(x1)",
+        "self.g(x1)",
+        "m2 + self.g(m1)",
+        "m2 + self.k(m1)",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", SAME_ON_THE_EXAMPLE)
 def test_another_use_of_the_functions_is_refused(case, shelf):
     system, *changes = SAME_ON_THE_EXAMPLE[case]
-    assert "computes something else" in refusal(shelf("look_alike", {"layers": altered(system, *changes)}))
+    assert "computes something else" in refusal(
+        shelf("look_alike", {"layers": altered(system, *changes)})
+    )
 
 
 def test_another_kind_of_output_is_refused(shelf):
@@ -639,9 +772,18 @@ def test_another_kind_of_output_is_refused(shelf):
 
 def test_a_class_that_is_no_module_is_refused(shelf):
     changed = altered(
-        "axial", "class Deterministic(nn.Module)", "class Deterministic", "super().__init__()\n        self.net", "self.net"
+        "axial",
+        "class Deterministic(nn.Module)",
+        "class Deterministic",
+        "super().__init__()\n        self.net",
+        "self.net",
     )
-    refusal(shelf("look_alike", {"layers": changed.replace("def forward(self, *args", "def __call__(self, *args")}))
+    refusal(
+        shelf(
+            "look_alike",
+            {"layers": changed.replace("def forward(self, *args", "def __call__(self, *args")},
+        )
+    )
 
 
 def test_a_module_imported_later_is_put_back(shelf):
@@ -663,7 +805,10 @@ def test_a_module_that_was_reloaded_can_be_installed(shelf):
 def test_a_module_may_carry_two_systems(shelf):
     rest = VIDEO_AUDIO.removeprefix(FUNCTION)
     report = rg.compat.install(shelf("both", {"layers": NUWA + rest}))
-    assert [each.system for each in report] == ["retrograd.compat.nuwa", "retrograd.compat.nuwa_video_audio"]
+    assert [each.system for each in report] == [
+        "retrograd.compat.nuwa",
+        "retrograd.compat.nuwa_video_audio",
+    ]
 
 
 def test_a_reload_leaves_other_modules_on_ours(shelf):
@@ -672,7 +817,11 @@ def test_a_reload_leaves_other_modules_on_ours(shelf):
     rg.compat.install(name)
     importlib.reload(sys.modules["twice.layers"])
     rg.compat.install(name)
-    assert model.ReversibleSequence is sys.modules["twice.layers"].ReversibleSequence is rg.compat.axial.ReversibleSequence
+    assert (
+        model.ReversibleSequence
+        is sys.modules["twice.layers"].ReversibleSequence
+        is rg.compat.axial.ReversibleSequence
+    )
 
 
 def test_names_that_were_ours_before_stay_so(shelf):
@@ -692,5 +841,7 @@ def test_another_default_device(shelf):
 
 
 def test_one_module_of_a_package(shelf):
-    assert [each.module for each in rg.compat.install(shelf("single", {"layers": AXIAL}) + ".layers")] == ["single.layers"]
+    assert [
+        each.module for each in rg.compat.install(shelf("single", {"layers": AXIAL}) + ".layers")
+    ] == ["single.layers"]
     rg.compat.uninstall("single.layers")

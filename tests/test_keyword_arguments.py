@@ -1,4 +1,6 @@
-"""Promise 8: tensors in keyword arguments get gradients, and their producer's backward runs once; routing is explicit."""
+"""Promise 8: tensors in keyword arguments get gradients, and their producer's backward runs once;
+routing is explicit.
+"""
 
 import pytest
 import torch
@@ -28,19 +30,32 @@ class Flag:
 @pytest.mark.parametrize("memory", zoo.MEMORY)
 @pytest.mark.parametrize("masked", [False, True])
 def test_nested_tensors_none_masks_and_objects(memory, masked):
-    stack = rg.ReversibleSequence([(Nested(), Nested()) for _ in range(3)], memory=zoo.MEMORY[memory]).double()
+    stack = rg.ReversibleSequence(
+        [(Nested(), Nested()) for _ in range(3)], memory=zoo.MEMORY[memory]
+    ).double()
     x, keys, values = (torch.randn(2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    kwargs = {"memory": {"keys": [keys], "values": values}, "mask": torch.rand(2, 4) > 0.5 if masked else None, "flag": Flag()}
+    kwargs = {
+        "memory": {"keys": [keys], "values": values},
+        "mask": torch.rand(2, 4) > 0.5 if masked else None,
+        "flag": Flag(),
+    }
     got = zoo.gradients(stack, stack(x, **kwargs), x, keys, values)
-    assert zoo.worst(got, zoo.gradients(stack, zoo.plain_stack(stack, x, **kwargs), x, keys, values)) < 1e-9
+    assert (
+        zoo.worst(got, zoo.gradients(stack, zoo.plain_stack(stack, x, **kwargs), x, keys, values))
+        < 1e-9
+    )
 
 
 @pytest.mark.parametrize("route", ["f", "g", "fg"])
 @pytest.mark.parametrize("memory", zoo.MEMORY)
 def test_the_producer_of_a_context_is_walked_back_once(route, memory):
-    """A decoder of depth 24 whose encoder's backward runs once, not 24 times; also when only g gets the context."""
+    """A decoder of depth 24 whose encoder's backward runs once, not 24 times; also when only g gets
+    the context.
+    """
     stack = rg.ReversibleSequence(
-        [(zoo.Mix(4), zoo.Mix(4)) for _ in range(24)], memory=zoo.MEMORY[memory], route={"context": route}
+        [(zoo.Mix(4), zoo.Mix(4)) for _ in range(24)],
+        memory=zoo.MEMORY[memory],
+        route={"context": route},
     ).double()
     encoder = nn.Linear(3, 3).double()
     runs = []
@@ -59,7 +74,11 @@ def seen_by(stack, **kwargs):
     def spy(module, args, given):
         log.append(sorted(given))
 
-    handles = [fn.register_forward_pre_hook(spy, with_kwargs=True) for b in stack.blocks for fn in (b.f, b.g)]
+    handles = [
+        fn.register_forward_pre_hook(spy, with_kwargs=True)
+        for b in stack.blocks
+        for fn in (b.f, b.g)
+    ]
     stack(torch.zeros(1, 4), **kwargs)
     for handle in handles:
         handle.remove()
@@ -88,7 +107,10 @@ def test_by_signature():
 
 def test_a_route_overrules_the_signature():
     blocks = [(TakesAll(), TakesAll()), (TakesAll(), TakesAll())]
-    assert seen_by(rg.ReversibleSequence(blocks, route={"a": "g", "b": "fg"}), a=1, b=1) == [["b"], ["a", "b"]] * 2
+    assert (
+        seen_by(rg.ReversibleSequence(blocks, route={"a": "g", "b": "fg"}), a=1, b=1)
+        == [["b"], ["a", "b"]] * 2
+    )
     assert seen_by(rg.ReversibleSequence(blocks, route={"a": ""}), a=1, b=2) == [["b"]] * 4
     per_block = rg.ReversibleSequence(blocks, route=[{"a": "f"}, {"a": "g"}])
     assert seen_by(per_block, a=1) == [["a"], [], [], ["a"]]
@@ -98,7 +120,9 @@ def test_a_route_overrules_the_signature():
 
 def test_an_argument_that_nothing_accepts_is_named():
     stack = rg.ReversibleSequence([(Takes(), nn.Identity())])
-    with pytest.raises(TypeError, match="none of the functions accepts: 'msak'. They accept 'mask'"):
+    with pytest.raises(
+        TypeError, match="none of the functions accepts: 'msak'. They accept 'mask'"
+    ):
         stack(torch.zeros(1, 4), msak=1)
     with pytest.raises(TypeError, match="accepts: 'x'"):  # the stream itself is not a keyword
         rg.ReversibleSequence([(Takes(), Takes())]).forward(torch.zeros(1, 4), x=1)
@@ -158,5 +182,7 @@ def test_an_edit_of_a_keyword_tensor_before_backward_raises():
     context = torch.randn(3, dtype=torch.float64)
     y = stack(x, context=context)
     context.add_(1)
-    with pytest.raises(rg.InPlaceError, match=r"(?s)a tensor in a keyword argument.*edited in place"):
+    with pytest.raises(
+        rg.InPlaceError, match=r"(?s)a tensor in a keyword argument.*edited in place"
+    ):
         zoo.loss(y).backward()

@@ -44,7 +44,11 @@ def test_loss_in_chunks_is_cross_entropy():
 def test_reversed_and_exact_is_kept_and_exact_to_the_bit(autocast, dropout):
     found = []
     for memory in (rg.Keep(), rg.Reverse(), rg.Reverse(keep_last=False)):
-        model = build(Config(depth=6, width=32, heads=2, context=16, dropout=dropout), memory=memory, exact=True)
+        model = build(
+            Config(depth=6, width=32, heads=2, context=16, dropout=dropout),
+            memory=memory,
+            exact=True,
+        )
         torch.manual_seed(3)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = model.loss(*batch())
@@ -71,7 +75,10 @@ def test_a_cache_gives_what_the_whole_text_gives():
     with torch.no_grad():
         whole = model.logits(tokens)
         cache = Cache()
-        parts = [model.logits(tokens[:, :5], cache), *(model.logits(tokens[:, i : i + 1], cache) for i in range(5, 16))]
+        parts = [
+            model.logits(tokens[:, :5], cache),
+            *(model.logits(tokens[:, i : i + 1], cache) for i in range(5, 16)),
+        ]
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
     assert cache.length == 16
 
@@ -81,7 +88,10 @@ def test_sampling_goes_on_beyond_the_context():
     written = bytes(model.generate(b"def ", 40, temperature=0.0))
     assert len(written) == 40
     assert written == bytes(model.generate(b"def ", 40, temperature=0.0))
-    drawn = [bytes(model.generate(b"", 20, generator=torch.Generator().manual_seed(seed))) for seed in (1, 1, 2)]
+    drawn = [
+        bytes(model.generate(b"", 20, generator=torch.Generator().manual_seed(seed)))
+        for seed in (1, 1, 2)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
     assert model.training
 
@@ -91,14 +101,21 @@ def test_activation_memory_does_not_grow_with_depth():
     needed = []
     for depth in (8, 32):
         model = build(Config(depth=depth, width=32, heads=2, context=16))
-        needed.append(activation_bytes(lambda model=model: model.loss(tokens, targets).backward(), model.parameters()))
+        needed.append(
+            activation_bytes(
+                lambda model=model: model.loss(tokens, targets).backward(), model.parameters()
+            )
+        )
     assert needed[1] <= needed[0] * 1.01
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"width": 30, "heads": 4}, "width=30, heads=4: each head needs an even number of channels.*such as 24"),
+        (
+            {"width": 30, "heads": 4},
+            "width=30, heads=4: each head needs an even number of channels.*such as 24",
+        ),
         ({"depth": 0}, "depth=0: one at least"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Promise 11: activation memory is flat in depth; the caller's tensors stay; dropping an output frees everything at once."""
+"""Promise 11: activation memory is flat in depth; the caller's tensors stay; dropping an output
+frees everything at once.
+"""
 
 import gc
 import weakref
@@ -14,7 +16,10 @@ from tests import zoo
 
 
 def wide(depth, kind=rg.Split(), dropout=0.0, **options):
-    make = lambda: nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 32))  # noqa: E731
+    def make():
+        layers = [nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Dropout(dropout)]
+        return nn.Sequential(*layers, nn.Linear(64, 32))
+
     return rg.ReversibleSequence([(make(), make()) for _ in range(depth)], streams=kind, **options)
 
 
@@ -34,7 +39,12 @@ STREAM = 64 * 32 * 4  # bytes of one stream of 64 rows
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"memory": rg.Reverse(keep_last=False)}, {"coupling": rg.Momentum(0.9), "drift": "ignore"}]
+    "options",
+    [
+        {},
+        {"memory": rg.Reverse(keep_last=False)},
+        {"coupling": rg.Momentum(0.9), "drift": "ignore"},
+    ],
 )
 def test_flat_in_depth(options):
     x = torch.randn(64, 64, requires_grad=True)
@@ -96,7 +106,11 @@ def test_dropping_the_output_frees_everything_without_the_collector(case):
             zoo.loss(y).backward(retain_graph=True)
             zoo.loss(y).backward()
             del y
-            gradients = sum(t.grad.nbytes for t in [*zoo.leaves(x), context, *stack.parameters()] if t.grad is not None)
+            gradients = sum(
+                t.grad.nbytes
+                for t in [*zoo.leaves(x), context, *stack.parameters()]
+                if t.grad is not None
+            )
             assert (len(walks), live.now) == (0, gradients)
     finally:
         gc.enable()
@@ -108,7 +122,9 @@ def test_an_exception_in_forward_leaves_nothing_behind():
         def forward(self, x):
             raise KeyError("mine")
 
-    stack = rg.ReversibleSequence([(nn.Linear(4, 4), nn.Linear(4, 4)), (nn.Linear(4, 4), Fails(4, 4))])
+    stack = rg.ReversibleSequence(
+        [(nn.Linear(4, 4), nn.Linear(4, 4)), (nn.Linear(4, 4), Fails(4, 4))]
+    )
     x = torch.randn(2, 4)
     gc.disable()
     try:
@@ -133,13 +149,18 @@ def test_the_callers_tensors_are_neither_freed_nor_changed(case):
     y = stack(x, context=context)
     after = [leaf.detach().clone() for leaf in zoo.leaves(y)]
     zoo.loss(y).backward()
-    assert all(torch.equal(t, value) and t._version == version for t, (value, version) in zip(held, before))
+    assert all(
+        torch.equal(t, value) and t._version == version for t, (value, version) in zip(held, before)
+    )
     assert all(torch.equal(leaf, value) for leaf, value in zip(zoo.leaves(y), after))
 
 
 def test_streams_that_the_caller_holds_are_not_overwritten():
     """A program hands out its streams; backward starts from them and must not undo into them."""
-    net = rg.Reversible([rg.Update("a", zoo.Mix(4), ("b",)), rg.Update("b", zoo.Mix(4), ("a",))] * 3, memory=rg.Reverse(False))
+    net = rg.Reversible(
+        [rg.Update("a", zoo.Mix(4), ("b",)), rg.Update("b", zoo.Mix(4), ("a",))] * 3,
+        memory=rg.Reverse(False),
+    )
     out = net({"a": torch.randn(2, 4), "b": torch.randn(2, 4)})
     before = {name: value.detach().clone() for name, value in out.items()}
     zoo.loss(out).backward()
@@ -202,7 +223,9 @@ def test_the_last_block_is_kept_only_if_gradients_to_come_outweigh_it():
         return sum(calls)
 
     assert recomputed(2) == 6  # the last block kept
-    assert recomputed(2) == 7  # gradients exist already, nothing is still to come: only the last update is kept
+    assert (
+        recomputed(2) == 7
+    )  # gradients exist already, nothing is still to come: only the last update is kept
     stack.zero_grad()
     assert recomputed(4096) == 7  # the block is larger than all gradients
     stack.memory = rg.Reverse(keep_last=False)

@@ -1,7 +1,8 @@
-"""The package: what is in the wheel and in the sdist, that each installs into an empty environment and works there, and what
-`import retrograd` costs.
+"""The package: what is in the wheel and in the sdist, that each installs into an empty environment
+and works there, and what `import retrograd` costs.
 
-Installing takes half a minute, the network, and a gigabyte of disk while it runs; without it: `-k "not empty_environment"`.
+Installing takes half a minute, the network, and a gigabyte of disk while it runs; without it: `-k
+"not empty_environment"`.
 """
 
 import email
@@ -30,25 +31,61 @@ FILES = (
 )
 # What work leaves behind, and no package may have.
 LITTER = (
-    *("src/retrograd/__pycache__/budget.cpython-310.pyc", "src/retrograd/core/__pycache__/tape.cpython-310.pyc"),
+    *(
+        "src/retrograd/__pycache__/budget.cpython-310.pyc",
+        "src/retrograd/core/__pycache__/tape.cpython-310.pyc",
+    ),
     *("src/retrograd.egg-info/PKG-INFO", "tests/__pycache__/zoo.cpython-310.pyc"),
-    *("benchmarks/results/steps.jsonl", "examples/out/reformer.png", "runs/001/metrics.jsonl", "bench/steps.jsonl"),
-    *("dist/retrograd-0.0.1-py3-none-any.whl", "build/lib/retrograd/__init__.py", "site/index.html"),
-    *(".venv/lib/module.py", ".hypothesis/example", ".pytest_cache/README.md", ".ruff_cache/content"),
+    *(
+        "benchmarks/results/steps.jsonl",
+        "examples/out/reformer.png",
+        "runs/001/metrics.jsonl",
+        "bench/steps.jsonl",
+    ),
+    *(
+        "dist/retrograd-0.0.1-py3-none-any.whl",
+        "build/lib/retrograd/__init__.py",
+        "site/index.html",
+    ),
+    *(
+        ".venv/lib/module.py",
+        ".hypothesis/example",
+        ".pytest_cache/README.md",
+        ".ruff_cache/content",
+    ),
 )
 
 
 def run(*command, cwd, **environment):
-    """The output of a command that knows nothing of this process's paths; its errors, if it fails."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COV_", "VIRTUAL_ENV"))}
-    environment = {**inherited, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    """The output of a command that knows nothing of this process's paths; its errors, if it
+    fails.
+    """
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "COV_", "VIRTUAL_ENV"))
+    }
+    environment = {
+        **inherited,
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, (
+        f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    )
     return done.stdout
 
 
 def content(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 # --- what is in the packages
@@ -59,7 +96,11 @@ def tree(tmp_path_factory):
     """A copy of the source as it is cloned."""
     tree = tmp_path_factory.mktemp("tree")
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "results", "out"))
+        shutil.copytree(
+            ROOT / name,
+            tree / name,
+            ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "results", "out"),
+        )
     for name in FILES:
         shutil.copy(ROOT / name, tree / name)
     return tree
@@ -67,7 +108,9 @@ def tree(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(tree, tmp_path_factory):
-    """A folder with the sdist, and the wheel that is built from it: by `python -m build`, in a tree that was worked in."""
+    """A folder with the sdist, and the wheel that is built from it: by `python -m build`, in a tree
+    that was worked in.
+    """
     used, built = tmp_path_factory.mktemp("used"), tmp_path_factory.mktemp("built")
     shutil.copytree(tree, used, dirs_exist_ok=True)
     for name in LITTER:
@@ -76,7 +119,10 @@ def built(tree, tmp_path_factory):
     before = content(used)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", built, used, cwd=built)
     assert content(used) == before, "building leaves the tree as it was"
-    assert sorted(path.name for path in built.iterdir()) == [f"{NAME}-py3-none-any.whl", f"{NAME}.tar.gz"]
+    assert sorted(path.name for path in built.iterdir()) == [
+        f"{NAME}-py3-none-any.whl",
+        f"{NAME}.tar.gz",
+    ]
     return built
 
 
@@ -97,7 +143,9 @@ def metadata(wheel):
 
 def test_the_wheel_is_the_source_and_nothing_else(tree, wheel):
     ours = {name: data for name, data in wheel.items() if not name.startswith(f"{NAME}.dist-info/")}
-    source = {f"retrograd/{name}": data for name, data in content(tree / "src" / "retrograd").items()}
+    source = {
+        f"retrograd/{name}": data for name, data in content(tree / "src" / "retrograd").items()
+    }
     missing, strange = sorted(source.keys() - ours.keys()), sorted(ours.keys() - source.keys())
     assert not missing and not strange
     assert ours == source
@@ -108,7 +156,11 @@ def test_the_wheel_is_the_source_and_nothing_else(tree, wheel):
 
 def test_the_sdist_is_a_clone(tree, built):
     with tarfile.open(built / f"{NAME}.tar.gz") as archive:
-        members = {member.name: archive.extractfile(member).read() for member in archive.getmembers() if member.isfile()}
+        members = {
+            member.name: archive.extractfile(member).read()
+            for member in archive.getmembers()
+            if member.isfile()
+        }
     found = {name.removeprefix(f"{NAME}/"): data for name, data in members.items()}
     assert found.pop("PKG-INFO")
     cloned = content(tree)
@@ -119,7 +171,17 @@ def test_the_sdist_is_a_clone(tree, built):
 
 
 def test_the_tree_gives_the_same_wheel_as_the_sdist(tree, wheel, tmp_path):
-    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, tree, cwd=tmp_path)
+    run(
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--wheel",
+        "--outdir",
+        tmp_path,
+        tree,
+        cwd=tmp_path,
+    )
     (straight,) = tmp_path.glob("*.whl")
     assert unzipped(straight) == wheel
 
@@ -137,7 +199,10 @@ def test_the_page_of_the_package(tree, metadata):
     assert metadata["Summary"] and "\n" not in metadata["Summary"]
     assert "Typing :: Typed" in metadata.get_all("Classifier")
     assert metadata["Description-Content-Type"] == "text/markdown"
-    assert metadata.get_payload(decode=True).decode().strip() == (tree / "README.md").read_text().strip()
+    assert (
+        metadata.get_payload(decode=True).decode().strip()
+        == (tree / "README.md").read_text().strip()
+    )
 
 
 def test_the_licence_is_in_both(tree, wheel, metadata):
@@ -157,7 +222,9 @@ def test_the_index_would_take_them(built):
 
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory):
-    """The Python of an environment that has pip alone. Removed when done: torch is large, and pytest keeps what tests leave."""
+    """The Python of an environment that has pip alone. Removed when done: torch is large, and
+    pytest keeps what tests leave.
+    """
     folder = tmp_path_factory.mktemp("empty")
     try:
         run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
@@ -168,20 +235,38 @@ def empty(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["whl", "tar.gz"])
 def test_it_installs_into_an_empty_environment_and_works(kind, empty, built, tmp_path):
-    """The first of these installs torch, too. pip builds the sdist as it does for a user: in isolation."""
+    """The first of these installs torch, too. pip builds the sdist as it does for a user: in
+    isolation.
+    """
     (package,) = built.glob(f"*.{kind}")
     shutil.copy(ROOT / "tests" / "smoke.py", tmp_path)
-    fresh = ["--no-cache-dir"] if kind == "tar.gz" else []  # or pip may take what it once built from a file of this path
-    run(empty, "-m", "pip", "install", *fresh, "-c", ROOT / "constraints.txt", package, cwd=tmp_path)
+    fresh = (
+        ["--no-cache-dir"] if kind == "tar.gz" else []
+    )  # or pip may take what it once built from a file of this path
+    run(
+        empty, "-m", "pip", "install", *fresh, "-c", ROOT / "constraints.txt", package, cwd=tmp_path
+    )
     try:
         printed = run(empty, "-I", "smoke.py", cwd=tmp_path)
         assert printed.startswith(f"retrograd {rg.__version__} on torch")
         assert str(ROOT) not in printed
         installed = json.loads(run(empty, "-m", "pip", "list", "--format", "json", cwd=tmp_path))
-        assert not {one["name"] for one in installed} & {"numpy", "matplotlib", "safetensors", "rich", "pytest"}
+        assert not {one["name"] for one in installed} & {
+            "numpy",
+            "matplotlib",
+            "safetensors",
+            "rich",
+            "pytest",
+        }
     finally:
         run(empty, "-m", "pip", "uninstall", "--yes", "retrograd", cwd=tmp_path)
-    left = run(empty, "-I", "-c", "import importlib.util; print(importlib.util.find_spec('retrograd'))", cwd=tmp_path)
+    left = run(
+        empty,
+        "-I",
+        "-c",
+        "import importlib.util; print(importlib.util.find_spec('retrograd'))",
+        cwd=tmp_path,
+    )
     assert left.strip() == "None", "uninstalling leaves nothing"
 
 
@@ -190,33 +275,61 @@ def test_it_installs_into_an_empty_environment_and_works(kind, empty, built, tmp
 
 @pytest.fixture(scope="module")
 def added():
-    """The modules that `import retrograd` adds to those of `import torch`, in a process of its own."""
-    code = "import sys, torch; before = set(sys.modules); import retrograd; print(*(set(sys.modules) - before))"
+    """The modules that `import retrograd` adds to those of `import torch`, in a process of
+    its own.
+    """
+    code = (
+        "import sys, torch; before = set(sys.modules); import retrograd; "
+        "print(*(set(sys.modules) - before))"
+    )
     return set(importing(code).split())
 
 
 def importing(code):
     """What a new interpreter prints that finds retrograd where this one does."""
-    return run(sys.executable, "-W", "ignore", "-c", code, cwd=ROOT, PYTHONPATH=str(Path(rg.__file__).parents[1]))
+    return run(
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        code,
+        cwd=ROOT,
+        PYTHONPATH=str(Path(rg.__file__).parents[1]),
+    )
 
 
 def test_importing_adds_the_library_and_two_modules_of_torch(added):
-    others = {name for name in added if name.split(".")[0] not in {"retrograd", *sys.stdlib_module_names}}
-    assert others <= {"torch.utils.flop_counter", "torch.utils.module_tracker"}  # measure.py counts with them
+    others = {
+        name for name in added if name.split(".")[0] not in {"retrograd", *sys.stdlib_module_names}
+    }
+    assert others <= {
+        "torch.utils.flop_counter",
+        "torch.utils.module_tracker",
+    }  # measure.py counts with them
     assert len(added) < 40
 
 
 def test_importing_adds_nothing_that_only_commands_tests_or_others_need(added):
-    """The test above implies it. This one says what: each takes longer to load than all of retrograd."""
+    """The test above implies it. This one says what: each takes longer to load than all of
+    retrograd.
+    """
     parts = {f"retrograd.{name}" for name in ("bench", "cli", "models", "training")}
-    of_torch = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.onnx", "torch.utils.tensorboard"}
+    of_torch = {
+        "torch._dynamo",
+        "torch._inductor",
+        "torch.distributed.fsdp",
+        "torch.onnx",
+        "torch.utils.tensorboard",
+    }
     others = {"numpy", "matplotlib", "rich", "safetensors", "hypothesis", "sympy", "scipy"}
     assert not (parts | of_torch) & added
     assert not others & {name.split(".")[0] for name in added}
 
 
 def test_importing_makes_few_calls_beside_those_of_torch():
-    """Function calls, of Python and of C, counted by the interpreter: 15 thousand, and 1.3 million of torch."""
+    """Function calls, of Python and of C, counted by the interpreter: 15 thousand, and 1.3 million
+    of torch.
+    """
     code = """
 import sys
 calls = 0
@@ -235,7 +348,9 @@ print(of_torch, calls)
 
 
 def test_importing_takes_little_time_beside_that_of_torch():
-    """A twentieth, measured in each of a few processes; the best of them, as another program can only add."""
+    """A twentieth, measured in each of a few processes; the best of them, as another program can
+    only add.
+    """
     code = """
 import time
 start = time.perf_counter()

@@ -98,6 +98,8 @@ def test_step_hooks_are_seen():
     assert not private.has_step_hooks(p)
 
 
-@pytest.mark.parametrize("norm", [torch.nn.BatchNorm1d, torch.nn.SyncBatchNorm, torch.nn.InstanceNorm2d])
+@pytest.mark.parametrize(
+    "norm", [torch.nn.BatchNorm1d, torch.nn.SyncBatchNorm, torch.nn.InstanceNorm2d]
+)
 def test_norms_with_statistics_are_known(norm):
     assert issubclass(norm, private.NormWithStatistics)

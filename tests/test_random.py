@@ -1,4 +1,6 @@
-"""Promise 4: every random draw replays, without flags, and the generators end up where plain autograd leaves them."""
+"""Promise 4: every random draw replays, without flags, and the generators end up where plain
+autograd leaves them.
+"""
 
 import pytest
 import torch
@@ -76,7 +78,9 @@ def test_states_are_kept_only_once_for_updates_that_do_not_draw(monkeypatch):
 
 
 def test_every_device_that_holds_a_stream_is_replayed(monkeypatch):
-    """No accelerator here: a stand-in for its module shows which calls it would get, and with which device."""
+    """No accelerator here: a stand-in for its module shows which calls it would get, and with which
+    device.
+    """
     device, calls, states = torch.device("cuda", 1), [], [torch.arange(16, dtype=torch.uint8)]
 
     class Module:

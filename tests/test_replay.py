@@ -1,4 +1,6 @@
-"""Promise 12, from the inside: whatever changes between forward and backward is put back for the recompute, or raises."""
+"""Promise 12, from the inside: whatever changes between forward and backward is put back for the
+recompute, or raises.
+"""
 
 import copy
 import functools
@@ -18,7 +20,9 @@ MODES = ["reverse", "reverse-all"]
 
 def stack_of(make, memory, depth=3):
     torch.manual_seed(3)
-    return rg.ReversibleSequence([(make(), make()) for _ in range(depth)], memory=zoo.MEMORY[memory]).double()
+    return rg.ReversibleSequence(
+        [(make(), make()) for _ in range(depth)], memory=zoo.MEMORY[memory]
+    ).double()
 
 
 def rows(n=6):
@@ -27,7 +31,9 @@ def rows(n=6):
 
 
 def agrees(make, memory, between=lambda stack: None, run=lambda stack, x: stack(x)):
-    """Gradients after `between` (called between forward and backward) are those of plain autograd, which does not care."""
+    """Gradients after `between` (called between forward and backward) are those of plain autograd,
+    which does not care.
+    """
     results = []
     for mode in ("keep", memory):
         stack, x = stack_of(make, mode), rows()
@@ -35,7 +41,13 @@ def agrees(make, memory, between=lambda stack: None, run=lambda stack, x: stack(
         y = run(stack, x)
         between(stack)
         wanted = [tensor for tensor in wanted if tensor.requires_grad]
-        results.append([g for g in torch.autograd.grad(zoo.loss(y), wanted, allow_unused=True) if g is not None])
+        results.append(
+            [
+                g
+                for g in torch.autograd.grad(zoo.loss(y), wanted, allow_unused=True)
+                if g is not None
+            ]
+        )
     return zoo.worst(results[1], results[0]) < 1e-9
 
 
@@ -45,14 +57,18 @@ def test_functional_call_outside_a_transform(memory):
     results = []
     for mode in ("keep", memory):
         stack, x = stack_of(lambda: zoo.Mix(4), mode), rows()
-        fast = {name: (p * 1.5 + 0.1).detach().requires_grad_() for name, p in stack.named_parameters()}
+        fast = {
+            name: (p * 1.5 + 0.1).detach().requires_grad_() for name, p in stack.named_parameters()
+        }
         y = torch.func.functional_call(stack, fast, (x,))
         results.append(list(torch.autograd.grad(zoo.loss(y), [x, *fast.values()])))
     assert zoo.worst(*results) < 1e-9
 
 
 def assign(stack):
-    stack.load_state_dict({name: value * 2 for name, value in stack.state_dict().items()}, assign=True)
+    stack.load_state_dict(
+        {name: value * 2 for name, value in stack.state_dict().items()}, assign=True
+    )
 
 
 def replace(stack):
@@ -97,7 +113,10 @@ def test_a_constant_buffer_edited_after_forward_raises(size):
     stack = stack_of(lambda: Buffered(size), "reverse")
     y = stack(rows())
     stack.blocks[0].f.scale.mul_(2)
-    with pytest.raises(rg.InPlaceError, match=r"(?s)update 0 of 6 \(blocks.0.f\) needs buffer 'scale'.*assign a new tensor"):
+    with pytest.raises(
+        rg.InPlaceError,
+        match=r"(?s)update 0 of 6 \(blocks.0.f\) needs buffer 'scale'.*assign a new tensor",
+    ):
         y.sum().backward()
 
 
@@ -129,8 +148,13 @@ def test_a_buffer_that_the_function_itself_makes(memory, declared):
 
 
 def test_batch_norm_in_eval_and_then_in_train_before_backward():
-    """Plain autograd saves the statistics without noticing that the second forward changes them; ours does not."""
-    stack, x = stack_of(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "reverse-all"), rows()
+    """Plain autograd saves the statistics without noticing that the second forward changes them;
+    ours does not.
+    """
+    stack, x = (
+        stack_of(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "reverse-all"),
+        rows(),
+    )
     stack(x)  # statistics that are not the initial ones
     stack.eval()
     expected = zoo.gradients(stack, zoo.plain_stack(stack, x), x)
@@ -155,13 +179,18 @@ def test_modules_inside_other_callables_are_replayed_too(memory, hidden):
     results = []
     for mode in ("keep", memory):
         torch.manual_seed(3)
-        modules = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.2)).double() for _ in range(6)]
+        modules = [
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.2)).double()
+            for _ in range(6)
+        ]
         fns = [HIDDEN[hidden](module) for module in modules]
         stack, x = rg.ReversibleSequence(zip(fns[::2], fns[1::2]), memory=zoo.MEMORY[mode]), rows()
         y = stack(x)
         for module in modules:
             module.eval()
-        gradients = torch.autograd.grad(zoo.loss(y), [x, *(p for m in modules for p in m.parameters())])
+        gradients = torch.autograd.grad(
+            zoo.loss(y), [x, *(p for m in modules for p in m.parameters())]
+        )
         results.append([*gradients, *(b.double() for m in modules for b in m.buffers())])
     assert zoo.worst(*results) < 1e-9
 
@@ -175,7 +204,9 @@ def test_a_module_in_a_keyword_argument(memory):
     results = []
     for mode in ("keep", memory):
         stack, x, norm = stack_of(lambda: Uses(4, 4), mode), rows(), nn.BatchNorm1d(4).double()
-        results.append([*zoo.gradients(stack, stack(x, norm=norm), x), *(b.double() for b in norm.buffers())])
+        results.append(
+            [*zoo.gradients(stack, stack(x, norm=norm), x), *(b.double() for b in norm.buffers())]
+        )
     assert zoo.worst(*results) < 1e-9
 
 
@@ -226,7 +257,9 @@ def test_lazy_modules(memory):
     results = []
     for mode in ("keep", memory):
         torch.manual_seed(3)
-        stack = rg.ReversibleSequence([(nn.LazyLinear(4), nn.LazyLinear(4)) for _ in range(3)], memory=zoo.MEMORY[mode])
+        stack = rg.ReversibleSequence(
+            [(nn.LazyLinear(4), nn.LazyLinear(4)) for _ in range(3)], memory=zoo.MEMORY[mode]
+        )
         x = torch.ones(2, 4, requires_grad=True)
         for _ in range(2):
             y = stack(x)
@@ -265,7 +298,9 @@ def test_the_plan_does_not_depend_on_gradients_when_forward_may_run_again(memory
 def test_an_edit_between_two_backwards_raises(memory):
     """Of a stream that no update writes, so that it is the caller's own tensor all along."""
     torch.manual_seed(0)
-    net = rg.Reversible([rg.Update("a", zoo.Mix(4), ("b",)) for _ in range(4)], memory=zoo.MEMORY[memory])
+    net = rg.Reversible(
+        [rg.Update("a", zoo.Mix(4), ("b",)) for _ in range(4)], memory=zoo.MEMORY[memory]
+    )
     out = net({"a": torch.randn(2, 4), "b": torch.randn(2, 4)})
     zoo.loss(out["a"]).backward(retain_graph=True)
     out["b"].add_(1)
@@ -297,7 +332,9 @@ def test_an_activation_stored_in_recompute_cannot_be_used_afterwards():
 
 
 def test_a_dict_may_come_back_in_another_order():
-    stack = rg.ReversibleSequence([(lambda x: {"b": x["b"].sin(), "a": x["a"].cos()}, lambda x: x)] * 3)
+    stack = rg.ReversibleSequence(
+        [(lambda x: {"b": x["b"].sin(), "a": x["a"].cos()}, lambda x: x)] * 3
+    )
     x = {"a": torch.randn(2, requires_grad=True), "b": torch.randn(3, requires_grad=True)}
     y = stack(x)
     assert y["a"].shape == (2,)
@@ -327,7 +364,9 @@ def test_a_valid_coupling_is_not_suspected():
 
     for scale in (0.0, 1e-6, 1.0, float("nan")):
         x = torch.full((3,), scale, requires_grad=True)
-        stack = rg.ReversibleSequence([(torch.sin, torch.exp)] * 2, coupling=Lerp(), streams=rg.AtRest())
+        stack = rg.ReversibleSequence(
+            [(torch.sin, torch.exp)] * 2, coupling=Lerp(), streams=rg.AtRest()
+        )
         stack(x).sum().backward()
 
 
@@ -359,7 +398,9 @@ def test_meta_tensors():
 
 @pytest.mark.parametrize("memory", MODES)
 def test_functions_that_save_nothing_in_a_retained_graph(memory):
-    """Found by fuzzing: nothing asks for them, so nothing keeps a state for them; and in a second backward none is needed."""
+    """Found by fuzzing: nothing asks for them, so nothing keeps a state for them; and in a second
+    backward none is needed.
+    """
 
     class Shift(nn.Module):
         def __init__(self):
@@ -372,11 +413,18 @@ def test_functions_that_save_nothing_in_a_retained_graph(memory):
     results = []
     for mode in ("keep", memory):
         torch.manual_seed(0)
-        stack, x = rg.ReversibleSequence([(zoo.Mix(4), Shift()), (Shift(), Shift()), (Shift(), Shift())]).double(), rows()
+        stack, x = (
+            rg.ReversibleSequence(
+                [(zoo.Mix(4), Shift()), (Shift(), Shift()), (Shift(), Shift())]
+            ).double(),
+            rows(),
+        )
         stack.memory = zoo.MEMORY[mode]
         y = stack(x)
         for _ in range(3):
-            gradients = torch.autograd.grad(zoo.loss(y), [x, *stack.parameters()], retain_graph=True)
+            gradients = torch.autograd.grad(
+                zoo.loss(y), [x, *stack.parameters()], retain_graph=True
+            )
         results.append(list(gradients))
     assert zoo.worst(*results) < 1e-9
 
@@ -425,7 +473,8 @@ def test_state_outside_the_modules_raises_at_the_end_of_the_walk(memory, make, b
     between(stack)
     with pytest.raises(
         rg.RecomputeError,
-        match=r"(?s)the walk back to update \d of \d \([a-z.0-9]+\) did not arrive where forward was: stream 'x\d'",
+        match=r"(?s)the walk back to update \d of \d \([a-z.0-9]+\) did not arrive where forward "
+        r"was: stream 'x\d'",
     ):
         zoo.loss(y).backward()
 
@@ -433,7 +482,10 @@ def test_state_outside_the_modules_raises_at_the_end_of_the_walk(memory, make, b
 def test_rounding_that_grew_beyond_use_raises_too():
     stack, x = zoo.Case("own", "mean", "tensor", "reverse").build(depth=64, dtype=torch.float32)
     y = stack(x)
-    with pytest.warns(rg.DriftWarning), pytest.raises(rg.RecomputeError, match=r"(?s)or rounding grew on the way.*exact=True"):
+    with (
+        pytest.warns(rg.DriftWarning),
+        pytest.raises(rg.RecomputeError, match=r"(?s)or rounding grew on the way.*exact=True"),
+    ):
         zoo.loss(y).backward()
 
 
@@ -445,7 +497,9 @@ def test_healthy_rounding_does_not():
 
 @pytest.mark.parametrize("narrow", ["autocast", "everything"])
 def test_nor_does_bfloat16_in_a_deep_transformer(narrow):
-    """Rebuilt streams drift, but stay well within the limit: it is for what went wrong, not for rounding."""
+    """Rebuilt streams drift, but stay well within the limit: it is for what went wrong, not for
+    rounding.
+    """
     torch.manual_seed(0)
     stack = rg.ReversibleSequence([(Attention(32, 4), FeedForward(32)) for _ in range(128)])
     x = torch.randn(2, 16, 32)

@@ -5,9 +5,20 @@ import torch
 
 import retrograd as rg
 from retrograd.core import replay, updates, walk
-from tests import test_buffers, test_gradients, test_independent_calls, test_memory, test_random, zoo
+from tests import (
+    test_buffers,
+    test_gradients,
+    test_independent_calls,
+    test_memory,
+    test_random,
+    zoo,
+)
 
-CAUGHT = (AssertionError, rg.RecomputeError, rg.DriftWarning)  # by a comparison, or by retrograd itself
+CAUGHT = (
+    AssertionError,
+    rg.RecomputeError,
+    rg.DriftWarning,
+)  # by a comparison, or by retrograd itself
 CASE = zoo.Case("additive", "mean", "tensor", "reverse-all")
 
 

@@ -1,4 +1,6 @@
-"""`retrograd train` and `retrograd sample`: killed at any moment, a run ends with the bits of one that never was."""
+"""`retrograd train` and `retrograd sample`: killed at any moment, a run ends with the bits of one
+that never was.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,20 @@ from retrograd.training import checkpoints
 from retrograd.training.settings import Settings
 from retrograd.training.text import Text, TextError, bigram_bits, read_text
 
-TINY = ["--depth", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch", "4", "--warmup", "3"]
+TINY = [
+    "--depth",
+    "2",
+    "--width",
+    "16",
+    "--heads",
+    "2",
+    "--context",
+    "16",
+    "--batch",
+    "4",
+    "--warmup",
+    "3",
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +51,28 @@ def data(tmp_path_factory):
 
 
 def command(*arguments, processes=1):
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
+    launch = (
+        ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
+    )
     return [sys.executable, *launch, "-m", "retrograd", *map(str, arguments)]
 
 
 def train(*arguments, processes=1, check=True):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command("train", *arguments, processes=processes), capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        command("train", *arguments, processes=processes),
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert not check or done.returncode == 0, done.stderr
     return done
 
 
 def descendants(pid):
-    """The processes that a process has started, and those have: torchrun starts its own in sessions of theirs."""
+    """The processes that a process has started, and those have: torchrun starts its own in sessions
+    of theirs.
+    """
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -61,16 +85,24 @@ def descendants(pid):
 
 def curve(run):
     """The loss of every step."""
-    return [json.loads(line)["bits_per_byte"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["bits_per_byte"]
+        for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def weights(run):
     """Of the newest checkpoint, with the optimizer's moments."""
     settings = Settings.read(run / "configuration.json")
     model = LanguageModel(settings.config())
-    moments = {f"{name}/{key}": torch.zeros_like(p) for name, p in model.named_parameters() for key in checkpoints.MOMENTS}
+    moments = {
+        f"{name}/{key}": torch.zeros_like(p)
+        for name, p in model.named_parameters()
+        for key in checkpoints.MOMENTS
+    }
     checkpoints.load_into(
-        checkpoints.newest(run, pytest.fail)[0], {"model": dict(model.named_parameters()), "optimizer": moments}
+        checkpoints.newest(run, pytest.fail)[0],
+        {"model": dict(model.named_parameters()), "optimizer": moments},
     )
     return {**dict(model.named_parameters()), **moments}
 
@@ -81,7 +113,9 @@ def weights(run):
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):
     run = tmp_path_factory.mktemp("finished") / "run"
-    done = train(*TINY, "--data", data, "--steps", 60, "--save-every", 10, "--dropout", 0.1, "--out", run)
+    done = train(
+        *TINY, "--data", data, "--steps", 60, "--save-every", 10, "--dropout", 0.1, "--out", run
+    )
     return run, done
 
 
@@ -106,9 +140,17 @@ def test_it_learns_and_says_what_it_took(finished):
         "loss.png",
         "memory.png",
     }
-    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["00000040", "00000050", "00000060"]
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == [
+        "00000040",
+        "00000050",
+        "00000060",
+    ]
     facts = json.loads((run / "summary.json").read_text())
-    assert facts["deeper_activation_bytes"] <= 1.01 * facts["activation_bytes"] < facts["plain_activation_bytes"]
+    assert (
+        facts["deeper_activation_bytes"]
+        <= 1.01 * facts["activation_bytes"]
+        < facts["plain_activation_bytes"]
+    )
 
 
 def test_sampling(finished, capsys):
@@ -120,7 +162,9 @@ def test_sampling(finished, capsys):
     assert capsys.readouterr().out == written
     for mistake in (["--temperature", "nan"], ["--seed", "-1"], ["--count", "-1"]):
         assert cli.main(["sample", str(run), *mistake]) == 2
-    process = subprocess.Popen(command("sample", run, "--prompt", "ünï", "--temperature", "1e-45"), stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        command("sample", run, "--prompt", "ünï", "--temperature", "1e-45"), stdout=subprocess.PIPE
+    )
     assert process.stdout.read(3)
     process.stdout.close()  # as `head` does
     assert process.wait(60) == 141
@@ -143,10 +187,25 @@ def test_metrics_go_to_tensorboard(data, tmp_path):
 
 
 @pytest.mark.parametrize(("processes", "options"), [(1, []), (2, []), (2, ["--shard"])])
-def test_killed_at_any_moment_it_ends_with_the_same_bits(finished, data, tmp_path, processes, options):
-    arguments = [*TINY, "--data", data, "--steps", 60, "--save-every", 10, "--dropout", 0.1, *options]
+def test_killed_at_any_moment_it_ends_with_the_same_bits(
+    finished, data, tmp_path, processes, options
+):
+    arguments = [
+        *TINY,
+        "--data",
+        data,
+        "--steps",
+        60,
+        "--save-every",
+        10,
+        "--dropout",
+        0.1,
+        *options,
+    ]
     run = tmp_path / "run"
-    if processes > 1:  # the same curve as one process has, to rounding; and these bits are the ones to meet
+    if (
+        processes > 1
+    ):  # the same curve as one process has, to rounding; and these bits are the ones to meet
         whole = tmp_path / "whole"
         train(*arguments, "--out", whole, processes=processes)
     else:
@@ -154,7 +213,9 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(finished, data, tmp_pat
     moments, resume = random.Random(processes), []
     for kill_after in (moments.randint(1, 25), moments.randint(26, 50)):
         process = subprocess.Popen(
-            command("train", *([] if resume else arguments), *resume, "--out", run, processes=processes),
+            command(
+                "train", *([] if resume else arguments), *resume, "--out", run, processes=processes
+            ),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stderr=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -182,7 +243,19 @@ def test_two_processes_have_the_curve_of_one(data, tmp_path, capsys):
     curves = []
     for name, processes, options in (("one", 1, []), ("two", 2, []), ("sharded", 2, ["--shard"])):
         run = tmp_path / name
-        train(*TINY, "--data", data, "--steps", 20, "--accumulate", 2, *options, "--out", run, processes=processes)
+        train(
+            *TINY,
+            "--data",
+            data,
+            "--steps",
+            20,
+            "--accumulate",
+            2,
+            *options,
+            "--out",
+            run,
+            processes=processes,
+        )
         curves.append(torch.tensor(curve(run)))
     for other in curves[1:]:
         assert torch.allclose(curves[0], other, rtol=1e-4)
@@ -194,7 +267,20 @@ def test_kept_and_reversed_exact_runs_have_the_same_bits(data, tmp_path):
     found = []
     for memory in ("keep", "reverse"):
         run = tmp_path / memory
-        train(*TINY, "--data", data, "--steps", 20, "--memory", memory, "--exact", "--dtype", "bfloat16", "--out", run)
+        train(
+            *TINY,
+            "--data",
+            data,
+            "--steps",
+            20,
+            "--memory",
+            memory,
+            "--exact",
+            "--dtype",
+            "bfloat16",
+            "--out",
+            run,
+        )
         found.append((curve(run), weights(run)))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
@@ -217,7 +303,10 @@ def test_an_interrupt_saves_and_says_how_to_go_on(data, tmp_path, number):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     steps = len(curve(run))
-    assert f"interrupted after step {steps}, and saved. Go on with: retrograd train --resume --out {run}" in errors
+    assert (
+        f"interrupted after step {steps}, and saved. Go on with: retrograd train --resume --out "
+        f"{run}" in errors
+    )
     assert "Traceback" not in errors
     assert checkpoints.steps(run)[-1] == steps
 
@@ -235,7 +324,10 @@ def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, capsys):
     (run / "checkpoints" / "00000050" / "optimizer.safetensors").unlink()
     assert cli.main(["sample", str(run), "--count", "1"]) == 0
     errors = capsys.readouterr().err
-    assert "00000060 is damaged (the checksum of model.safetensors does not fit); trying the one before it" in errors
+    assert (
+        "00000060 is damaged (the checksum of model.safetensors does not fit); trying the one "
+        "before it" in errors
+    )
     assert "00000050 is damaged" in errors
     for path in (run / "checkpoints").glob("*/state.json"):
         path.write_text("{")
@@ -275,7 +367,10 @@ def test_a_full_disk_loses_nothing(finished, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("safetensors.torch.save_file", full)
     assert cli.main(["train", "--resume", "--out", str(run)]) == 2
     errors = capsys.readouterr().err
-    assert "No space left on device" in errors and "The checkpoints before it are as they were" in errors
+    assert (
+        "No space left on device" in errors
+        and "The checkpoints before it are as they were" in errors
+    )
     assert not list((run / "checkpoints").glob("*.part"))
     assert checkpoints.newest(run, lambda line: None)[1]["step"] == 50
 
@@ -284,12 +379,29 @@ def test_a_full_disk_loses_nothing(finished, tmp_path, monkeypatch, capsys):
 def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(data, tmp_path, processes, options):
     """Files may have 24 KiB here, as a full disk would allow."""
     run = tmp_path / "run"
-    line = shlex.join(command("train", *TINY, "--data", data, "--steps", 5, *options, "--out", run, processes=processes))
+    line = shlex.join(
+        command(
+            "train",
+            *TINY,
+            "--data",
+            data,
+            "--steps",
+            5,
+            *options,
+            "--out",
+            run,
+            processes=processes,
+        )
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(["bash", "-c", f"ulimit -f 24; {line}"], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -f 24; {line}"], capture_output=True, text=True, env=environment
+    )
     assert done.returncode != 0
     (told,) = [line for line in done.stderr.splitlines() if "cannot be saved" in line]
-    assert told.startswith("retrograd train: step 5 cannot be saved in") and "File too large" in told
+    assert (
+        told.startswith("retrograd train: step 5 cannot be saved in") and "File too large" in told
+    )
     assert not list((run / "checkpoints").iterdir())
     if processes == 1:
         assert "Traceback" not in done.stderr
@@ -309,7 +421,9 @@ def test_a_run_without_a_checkpoint_begins_again(data, tmp_path):
 
 def test_a_sharded_run_is_taken_up_by_one_process(data, tmp_path):
     run = tmp_path / "run"
-    train(*TINY, "--data", data, "--steps", 6, "--save-every", 3, "--shard", "--out", run, processes=2)
+    train(
+        *TINY, "--data", data, "--steps", 6, "--save-every", 3, "--shard", "--out", run, processes=2
+    )
     expected = curve(run)
     shutil.rmtree(run / "checkpoints" / "00000006")
     train("--resume", "--out", run)
@@ -320,7 +434,10 @@ def test_a_run_does_not_read_what_it_writes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for i in range(5):
         (tmp_path / f"{i}.txt").write_text(f"some text, number {i}. " * 50)
-    assert cli.main(["train", *TINY, "--data", ".", "--steps", "4", "--save-every", "2", "--json"]) == 0
+    assert (
+        cli.main(["train", *TINY, "--data", ".", "--steps", "4", "--save-every", "2", "--json"])
+        == 0
+    )
     before = curve(Path("runs/001"))
     shutil.rmtree("runs/001/checkpoints/00000004")
     assert cli.main(["train", "--resume", "--json"]) == 0
@@ -338,7 +455,9 @@ def test_another_text_is_noticed(finished, tmp_path, capsys):
     assert "is not what it was when the run was begun" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("facts", ["[]", "{}", '{"step": 60, "sha256": {}}', '{"step": 60, "sha256": []}', '{"step": 1}'])
+@pytest.mark.parametrize(
+    "facts", ["[]", "{}", '{"step": 60, "sha256": {}}', '{"step": 60, "sha256": []}', '{"step": 1}']
+)
 def test_a_damaged_state_is_passed_over(finished, tmp_path, capsys, facts):
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)
@@ -355,7 +474,10 @@ def test_a_damaged_state_is_passed_over(finished, tmp_path, capsys, facts):
     [
         (["--data", "missing.txt"], "missing.txt: there is no such file or folder"),
         (["--data", "EMPTY"], "nothing in it. Name a file"),
-        (["--data", "SHORT"], "has 10 bytes, less than a context of 16: use more data, or a smaller --context"),
+        (
+            ["--data", "SHORT"],
+            "has 10 bytes, less than a context of 16: use more data, or a smaller --context",
+        ),
         (["--width", "30", "--heads", "4"], "each head needs an even number of channels"),
         (["--memory", "lots"], "pass a number of bytes, a size such as"),
         (["--memory", "1 KiB"], "--memory 1 KiB: 1 KiB are less than the"),
@@ -365,7 +487,10 @@ def test_a_damaged_state_is_passed_over(finished, tmp_path, capsys, facts):
         (["--dropout", "1.5"], "--dropout 1.5: at least 0 and below 1"),
         (["--seed", "99999999999"], "--seed 99999999999: at least 0 and below 2**31"),
         (["--warmup", "-5"], "--warmup -5: not below 0"),
-        (["--lr", "1e30", "--steps", "20"], "Try a smaller --lr than 1e+30; the last checkpoint is as it was"),
+        (
+            ["--lr", "1e30", "--steps", "20"],
+            "Try a smaller --lr than 1e+30; the last checkpoint is as it was",
+        ),
         (["--resume"], "--resume: there is no run in"),
         (["--data", "HIDDEN"], "nothing in it. Name a file"),
     ],
@@ -389,15 +514,33 @@ def test_a_run_is_not_overwritten_and_not_resumed_with_other_settings(finished, 
     assert cli.main(["train", "--out", str(tmp_path)]) == 2
     assert "there is a run in it." in capsys.readouterr().err
     assert cli.main(["train", "--out", str(run)]) == 2
-    assert "there is a run in it. Add --resume to go on with it, or name another folder" in capsys.readouterr().err
+    assert (
+        "there is a run in it. Add --resume to go on with it, or name another folder"
+        in capsys.readouterr().err
+    )
     assert cli.main(["train", "--resume", "--depth", "3", "--out", str(run)]) == 2
     assert "--depth: the run in" in capsys.readouterr().err
 
 
 def test_more_processes_than_a_batch_has(data, tmp_path):
-    done = train(*TINY, "--batch", 1, "--data", data, "--steps", 1, "--out", tmp_path / "run", processes=2, check=False)
+    done = train(
+        *TINY,
+        "--batch",
+        1,
+        "--data",
+        data,
+        "--steps",
+        1,
+        "--out",
+        tmp_path / "run",
+        processes=2,
+        check=False,
+    )
     assert done.returncode != 0
-    assert "a batch of 1 cannot be shared by 2 processes with --accumulate 1: use --batch 2." in done.stderr
+    assert (
+        "a batch of 1 cannot be shared by 2 processes with --accumulate 1: use --batch 2."
+        in done.stderr
+    )
 
 
 def test_a_checkpoint_of_another_shape(finished, tmp_path, capsys):
@@ -422,8 +565,12 @@ def test_text_is_read_across_files_and_split_by_file(tmp_path):
     whole = text.read(0, len(text)).tolist()
     assert whole == [i for piece in text.pieces for i in piece.path.read_bytes()]
     assert text.read(30, 50).tolist() == whole[30:80]
-    assert torch.equal(text.batch(3, seed=1, count=4, context=5), text.batch(3, seed=1, count=4, context=5))
-    assert not torch.equal(text.batch(3, seed=1, count=4, context=5), text.batch(4, seed=1, count=4, context=5))
+    assert torch.equal(
+        text.batch(3, seed=1, count=4, context=5), text.batch(3, seed=1, count=4, context=5)
+    )
+    assert not torch.equal(
+        text.batch(3, seed=1, count=4, context=5), text.batch(4, seed=1, count=4, context=5)
+    )
     with pytest.raises(TextError, match="no such file"):
         read_text(tmp_path / "none")
 
@@ -446,14 +593,16 @@ from retrograd.training.settings import Settings
 from retrograd.training.text import read_text
 
 data, folder = map(Path, sys.argv[1:])
-settings = Settings(str(data), depth=2, width=8, heads=1, context=8, batch=2, steps=2000, save_every=500)
+sizes = dict(depth=2, width=8, heads=1, context=8, batch=2)
+settings = Settings(str(data), **sizes, steps=2000, save_every=500)
 seen = []
 
 def count(metrics):
     if metrics["step"] in (600, 2000):
         gc.collect()
         tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
-        seen.append((len(tensors), sum(t.nbytes for t in tensors), len(os.listdir("/proc/self/fd"))))
+        files = len(os.listdir("/proc/self/fd"))
+        seen.append((len(tensors), sum(t.nbytes for t in tensors), files))
     return False
 
 Run(settings, folder, *read_text(data)).train(count)
@@ -463,6 +612,10 @@ assert seen[0] == seen[1]
 
 
 def test_a_long_run_does_not_grow(data, tmp_path):
-    """2,000 steps: tensors, their bytes and open files are as many in the end as after the first six hundred."""
-    done = subprocess.run([sys.executable, "-c", SOAK, str(data), str(tmp_path)], capture_output=True, text=True)
+    """2,000 steps: tensors, their bytes and open files are as many in the end as after the first
+    six hundred.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", SOAK, str(data), str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""The tree of the source in the README: every file is in it, each with a few words of its own, and nothing else is."""
+"""The tree of the source in the README: every file is in it, each with a few words of its own, and
+nothing else is.
+"""
 
 import re
 from pathlib import Path
@@ -7,13 +9,19 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TOP = "src/retrograd/"
-LINE = re.compile(r"(?P<indent>(?:│   |    )*)(?:├── |└── )(?P<name>\S+?)(?P<folder>/?)(?: {2,}(?P<words>\S.*?))? *")
+LINE = re.compile(
+    r"(?P<indent>(?:│   |    )*)(?:├── |└── )(?P<name>\S+?)(?P<folder>/?)(?: "
+    r"{2,}(?P<words>\S.*?))? *"
+)
 
 
 def block(text):
     """The lines of the one block that begins with the source's folder, without that line."""
     found = re.findall(rf"^```text\n{TOP}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    assert len(found) == 1, f"README.md has {len(found)} blocks that begin with ```text and the line {TOP}; it should have one"
+    assert len(found) == 1, (
+        f"README.md has {len(found)} blocks that begin with ```text and the line {TOP}; it should "
+        "have one"
+    )
     return found[0].splitlines()
 
 
@@ -33,8 +41,8 @@ def parse(lines):
 
 
 def faults(entries, source):
-    """What is wrong with the tree, in words. A folder of which no content is listed stands for all of it, and each folder for
-    its own `__init__.py`."""
+    """What is wrong with the tree, in words. A folder of which no content is listed stands for all
+    of it, and each folder for its own `__init__.py`."""
     found = []
     for path, words in entries.items():
         there = (source / path).is_dir() if path.endswith("/") else (source / path).is_file()
@@ -42,7 +50,11 @@ def faults(entries, source):
         found += [] if words else [f"no words: {path}"]
     said = [words for words in entries.values() if words]
     found += [f"said twice: {words}" for words in dict.fromkeys(said) if said.count(words) > 1]
-    whole = {path for path in entries if path.endswith("/") and not any(p.startswith(path) and p != path for p in entries)}
+    whole = {
+        path
+        for path in entries
+        if path.endswith("/") and not any(p.startswith(path) and p != path for p in entries)
+    }
     for path in actual(source):
         inside = any(path.startswith(folder) for folder in whole)
         spoken_for = path.endswith("/__init__.py") and path.removesuffix("__init__.py") in entries
@@ -77,7 +89,10 @@ GOOD = """\
 
 @pytest.fixture
 def source(tmp_path):
-    files = "__init__.py core/__init__.py core/tape.py core/deep/__init__.py core/deep/walk.py models/__init__.py models/lm.py"
+    files = (
+        "__init__.py core/__init__.py core/tape.py core/deep/__init__.py core/deep/walk.py "
+        "models/__init__.py models/lm.py"
+    )
     for name in [*files.split(), "py.typed", "__pycache__/tape.pyc", "notes.txt"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -86,7 +101,15 @@ def source(tmp_path):
 
 def test_a_tree_without_faults(source):
     entries = parse(GOOD.splitlines())
-    paths = ["__init__.py", "core/", "core/tape.py", "core/deep/", "core/deep/walk.py", "models/", "py.typed"]
+    paths = [
+        "__init__.py",
+        "core/",
+        "core/tape.py",
+        "core/deep/",
+        "core/deep/walk.py",
+        "models/",
+        "py.typed",
+    ]
     assert list(entries) == paths
     assert entries["core/deep/walk.py"] == "backward, walked"
     assert faults(entries, source) == []
@@ -100,7 +123,11 @@ def test_a_tree_without_faults(source):
         ("tape.py ", "tape/   ", "does not exist: core/tape/"),
         ("models/ ", "models  ", "does not exist: models"),
         ("│   ├── tape.py        forward, recorded\n", "", "not listed: core/tape.py"),
-        ("│       └── walk.py      backward, walked\n", "", None),  # it is in a folder of which nothing is listed
+        (
+            "│       └── walk.py      backward, walked\n",
+            "",
+            None,
+        ),  # it is in a folder of which nothing is listed
         ("├── models/          whatever is in it\n", "", "not listed: models/"),
         ("├── __init__.py      the door\n", "", "not listed: __init__.py"),
         ("tape.py        forward, recorded", "tape.py", "no words: core/tape.py"),
@@ -139,7 +166,9 @@ def test_a_line_that_cannot_be_read(line, message):
         parse(["├── __init__.py      the door", line])
 
 
-@pytest.mark.parametrize("text", ["", f"```text\n{TOP}\n```\n```text\n{TOP}\n```\n", f"```\n{TOP}\n```\n"])
+@pytest.mark.parametrize(
+    "text", ["", f"```text\n{TOP}\n```\n```text\n{TOP}\n```\n", f"```\n{TOP}\n```\n"]
+)
 def test_a_readme_without_the_tree_or_with_two(text):
     with pytest.raises(AssertionError, match="it should have one"):
         block(text)

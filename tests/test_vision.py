@@ -1,4 +1,6 @@
-"""The vision transformer: reversed it has the gradients of plain autograd, in memory that does not grow with depth."""
+"""The vision transformer: reversed it has the gradients of plain autograd, in memory that does not
+grow with depth.
+"""
 
 import pytest
 import torch
@@ -26,13 +28,20 @@ def test_activation_memory_does_not_grow_with_depth():
     images, needed = torch.randn(16, 1, 8, 8), []
     for depth in (8, 32):
         model = VisionTransformer(Config(**SMALL, depth=depth))
-        needed.append(activation_bytes(lambda model=model: model(images).square().mean().backward(), model.parameters()))
+        needed.append(
+            activation_bytes(
+                lambda model=model: model(images).square().mean().backward(), model.parameters()
+            )
+        )
     assert needed[1] <= 1.01 * needed[0]
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [({"patch": 3}, "size=8, patch=3: patches must cover the image"), ({"heads": 3}, "width must be a multiple of heads")],
+    [
+        ({"patch": 3}, "size=8, patch=3: patches must cover the image"),
+        ({"heads": 3}, "width must be a multiple of heads"),
+    ],
 )
 def test_shapes_that_cannot_be(wrong, says):
     with pytest.raises(ValueError, match=says):

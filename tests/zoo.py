@@ -1,7 +1,8 @@
-"""Every coupling, stream type and memory mode, listed once; and the oracle: the same equations in plain autograd.
+"""Every coupling, stream type and memory mode, listed once; and the oracle: the same equations in
+plain autograd.
 
-A behaviour is tested over the whole zoo: `@pytest.mark.parametrize("case", zoo.CASES, ids=str)`, then `case.build()`.
-The oracle shares nothing with the library but the modules f and g.
+A behaviour is tested over the whole zoo: `@pytest.mark.parametrize("case", zoo.CASES, ids=str)`,
+then `case.build()`. The oracle shares nothing with the library but the modules f and g.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import retrograd as rg
 
 
 class Mix(nn.Module):
-    """A small function of one tensor, with everything that makes life hard: dropout, a context, several outputs."""
+    """A small function of one tensor, with everything that makes life hard: dropout, a context,
+    several outputs.
+    """
 
     def __init__(self, width: int, dropout: float = 0.0, outputs: int = 1) -> None:
         super().__init__()
@@ -69,7 +72,12 @@ COUPLINGS: dict[str, tuple[Any, int]] = {  # and how many outputs a function has
     "momentum": (rg.Momentum(0.9), 1),
     "own": (Scaled(), 1),
 }
-STREAMS = {"mean": rg.Duplicate("mean"), "sum": rg.Duplicate("sum"), "split": rg.Split(-1), "at-rest": rg.AtRest()}
+STREAMS = {
+    "mean": rg.Duplicate("mean"),
+    "sum": rg.Duplicate("sum"),
+    "split": rg.Split(-1),
+    "at-rest": rg.AtRest(),
+}
 MEMORY = {"keep": rg.Keep(), "reverse": rg.Reverse(), "reverse-all": rg.Reverse(keep_last=False)}
 VALUES = ("tensor", "tree")
 
@@ -92,7 +100,9 @@ class Case:
         coupling, outputs = COUPLINGS[self.coupling]
         fn: Callable[..., nn.Module] = {"tensor": Mix, "tree": TreeMix}[self.value]
         blocks = [(fn(4, dropout, outputs), fn(4, dropout, outputs)) for _ in range(depth)]
-        stack = rg.ReversibleSequence(blocks, streams=STREAMS[self.streams], memory=MEMORY[self.memory], coupling=coupling)
+        stack = rg.ReversibleSequence(
+            blocks, streams=STREAMS[self.streams], memory=MEMORY[self.memory], coupling=coupling
+        )
         times = 2 if self.streams == "split" else 1
         x: Any = torch.randn(2, 3, 4 * times, dtype=dtype, requires_grad=True)
         if self.value == "tree":
@@ -120,7 +130,10 @@ def couple(coupling: Any, x: Any, out: Any) -> Any:
     if isinstance(coupling, rg.Affine):
         scale, shift = out
         return pytree.tree_map(
-            lambda x, s, t: x * torch.exp(coupling.limit * torch.tanh(s / coupling.limit)) + t, x, scale, shift
+            lambda x, s, t: x * torch.exp(coupling.limit * torch.tanh(s / coupling.limit)) + t,
+            x,
+            scale,
+            shift,
         )
     return pytree.tree_map(lambda x, o: 0.8 * x + o * 1.5, x, out)
 
@@ -161,23 +174,34 @@ def plain_program(net: rg.Reversible, streams: dict[str, Any], **kwargs: Any) ->
 
 def loss(value: Any) -> Tensor:
     """A scalar whose gradient differs for every element."""
-    return sum((leaf.sin() * torch.arange(leaf.numel(), dtype=leaf.dtype).view_as(leaf).cos()).sum() for leaf in leaves(value))
+    return sum(
+        (leaf.sin() * torch.arange(leaf.numel(), dtype=leaf.dtype).view_as(leaf).cos()).sum()
+        for leaf in leaves(value)
+    )
 
 
 def gradients(module: nn.Module, output: Any, *inputs: Any) -> list[Tensor | None]:
-    """Gradients of `loss(output)`: of the inputs' leaves, then of the module's parameters. Leaves `.grad` alone."""
+    """Gradients of `loss(output)`: of the inputs' leaves, then of the module's parameters. Leaves
+    `.grad` alone.
+    """
     wanted = [*leaves(list(inputs)), *module.parameters()]
-    return list(torch.autograd.grad(loss(output), [t for t in wanted if t.requires_grad], allow_unused=True))
+    return list(
+        torch.autograd.grad(loss(output), [t for t in wanted if t.requires_grad], allow_unused=True)
+    )
 
 
 def worst(got: list[Tensor | None], expected: list[Tensor | None]) -> float:
-    """The largest difference, relative to the largest value of its tensor. Infinite where one has a gradient and one has not.
+    """The largest difference, relative to the largest value of its tensor. Infinite where one has a
+    gradient and one has not.
 
-    Gradients that are zero but for rounding (a bias before BatchNorm) are measured against the largest of all, times 1e-6.
+    Gradients that are zero but for rounding (a bias before BatchNorm) are measured against the
+    largest of all, times 1e-6.
     """
     assert len(got) == len(expected)
     assert got
-    floor = 1e-6 * max((b.abs().max().item() for b in expected if b is not None), default=0.0) + 1e-30
+    floor = (
+        1e-6 * max((b.abs().max().item() for b in expected if b is not None), default=0.0) + 1e-30
+    )
     errors = [0.0]
     for a, b in zip(got, expected):
         if (a is None) != (b is None):

@@ -66,8 +66,12 @@ def retained(scene: Scene) -> Any:
 def second_order(scene: Scene) -> Any:
     """A penalty on the gradient of the stack's input."""
     model = Model(scene.contestant)
-    x = torch.randn(2, 5, 2 * WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    (gradient,) = torch.autograd.grad(model.head(model.stack(x * 1.0)).sin().sum(), x, create_graph=True)
+    x = torch.randn(
+        2, 5, 2 * WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
+    (gradient,) = torch.autograd.grad(
+        model.head(model.stack(x * 1.0)).sin().sum(), x, create_graph=True
+    )
     gradient.square().sum().backward()
     return networks.gradients(model)
 
@@ -94,4 +98,6 @@ for title, run in {
     "double backward": second_order,
     "another forward, in `eval()`, before backward": two_forwards,
 }.items():
-    ROWS.add(title, run, run, limit=4 * torch.finfo(torch.bfloat16).eps if run is autocast else 1e-9)
+    ROWS.add(
+        title, run, run, limit=4 * torch.finfo(torch.bfloat16).eps if run is autocast else 1e-9
+    )

@@ -1,4 +1,6 @@
-"""torch.compile: of f and g, of the stack, of the model. By aot_eager, which traces as inductor does."""
+"""torch.compile: of f and g, of the stack, of the model. By aot_eager, which traces as inductor
+does.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +66,15 @@ def drop(way: Way, scene: Scene) -> Any:
 
 def autocast(way: Way, scene: Scene) -> Any:
     model = Model(scene.contestant, dtype=torch.float32)
-    return networks.autocast_step(way(model, "aot_eager") if scene.contestant != "plain" else model, model)
+    return networks.autocast_step(
+        way(model, "aot_eager") if scene.contestant != "plain" else model, model
+    )
 
 
 def recompilations(way: Way, scene: Scene) -> Any:
-    """How many graphs are compiled after the first forward: in its backward, or in the steps after it."""
+    """How many graphs are compiled after the first forward: in its backward, or in the steps after
+    it.
+    """
     counter = CompileCounterWithBackend("aot_eager")
     compiled = way(Model(scene.contestant), counter)
     counts = []
@@ -76,7 +82,10 @@ def recompilations(way: Way, scene: Scene) -> Any:
         value = networks.loss(compiled, step)
         counts.append(counter.frame_count)
         value.backward()
-    return {"graphs in forward": counts[0] > 0, "graphs compiled after the first forward": counter.frame_count - counts[0]}
+    return {
+        "graphs in forward": counts[0] > 0,
+        "graphs compiled after the first forward": counter.frame_count - counts[0],
+    }
 
 
 def compiled_once(scene: Scene) -> Any:
@@ -94,7 +103,9 @@ def whole_step(scene: Scene) -> Any:
 
 
 def compiled_autograd(scene: Scene) -> Any:
-    """What backward does is traced as well. A stack of one block, because that takes seconds for each."""
+    """What backward does is traced as well. A stack of one block, because that takes seconds for
+    each.
+    """
     torch.manual_seed(17)
     functions = [Layer().double() for _ in range(2)]
     stack = networks.build(scene.contestant, functions)  # type: ignore[arg-type]
@@ -113,9 +124,20 @@ EPS = torch.finfo(torch.bfloat16).eps
 for title, way in WAYS.items():
     ROWS.add(title, functools.partial(train, way, "aot_eager"), plain)
     ROWS.add(f"{title}, with dropout", functools.partial(drop, way), functools.partial(drop, way))
-    ROWS.add(f"{title}, under autocast", functools.partial(autocast, way), functools.partial(autocast, way), limit=4 * EPS)
-    ROWS.add(f"{title}: compiled once, nothing in recompute", functools.partial(recompilations, way), compiled_once)
+    ROWS.add(
+        f"{title}, under autocast",
+        functools.partial(autocast, way),
+        functools.partial(autocast, way),
+        limit=4 * EPS,
+    )
+    ROWS.add(
+        f"{title}: compiled once, nothing in recompute",
+        functools.partial(recompilations, way),
+        compiled_once,
+    )
 ROWS.add("a step with its backward", whole_step, plain)
 ROWS.add("compiled autograd, one block", compiled_autograd, compiled_autograd)
 ROWS.add("f and g, by inductor", functools.partial(train, functions, "inductor"), plain)
-ROWS.add("the whole model, `fullgraph=True`", functools.partial(train, whole_graph, "aot_eager"), plain)
+ROWS.add(
+    "the whole model, `fullgraph=True`", functools.partial(train, whole_graph, "aot_eager"), plain
+)

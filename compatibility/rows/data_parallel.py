@@ -1,4 +1,6 @@
-"""DistributedDataParallel, two processes: every rank has the gradients that one process has for the whole batch."""
+"""DistributedDataParallel, two processes: every rank has the gradients that one process has for the
+whole batch.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Spare(Layer):
 
 
 class Synchronized(Layer):
-    """Centred by the mean over all processes, of which it keeps a running average, as SyncBatchNorm does on GPUs."""
+    """Centred by the mean over all processes, of which it keeps a running average, as SyncBatchNorm
+    does on GPUs.
+    """
 
     average: Tensor
 
@@ -44,7 +48,9 @@ class Synchronized(Layer):
         return super().forward(x - mean)
 
 
-def train(ddp: dict[str, Any], options: dict[str, Any], scene: Scene, compiled: bool = False) -> Any:
+def train(
+    ddp: dict[str, Any], options: dict[str, Any], scene: Scene, compiled: bool = False
+) -> Any:
     model = Model(scene.contestant, **options)
     if compiled:
         model.stack.compile(backend="aot_eager")
@@ -65,10 +71,20 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of DDP, 
     "`gradient_as_bucket_view`": ({"gradient_as_bucket_view": True}, {}),
 }
 for title, (ddp, options) in SETUPS.items():
-    ROWS.add(title, functools.partial(train, ddp, options), functools.partial(alone, options), processes=2)
+    ROWS.add(
+        title,
+        functools.partial(train, ddp, options),
+        functools.partial(alone, options),
+        processes=2,
+    )
 
 
-ROWS.add("`stack.compile()` before", functools.partial(train, {}, {}, compiled=True), functools.partial(alone, {}), processes=2)
+ROWS.add(
+    "`stack.compile()` before",
+    functools.partial(train, {}, {}, compiled=True),
+    functools.partial(alone, {}),
+    processes=2,
+)
 
 
 def accumulate(scene: Scene) -> Any:
@@ -92,12 +108,16 @@ ROWS.add("accumulation under `no_sync`", accumulate, accumulated, processes=2)
 
 
 def state_of(model: Model) -> dict[str, Any]:
-    return {"buffers": {f"function {i}, average": fn.average for i, fn in enumerate(model.functions)}}
+    return {
+        "buffers": {f"function {i}, average": fn.average for i, fn in enumerate(model.functions)}
+    }
 
 
 def synchronize(scene: Scene) -> Any:
     model = Model(scene.contestant, layer=Synchronized)
-    return networks.steps(DistributedDataParallel(model), model, STEPS, scene.rank) | state_of(model)
+    return networks.steps(DistributedDataParallel(model), model, STEPS, scene.rank) | state_of(
+        model
+    )
 
 
 def synchronized(scene: Scene) -> Any:
@@ -105,7 +125,12 @@ def synchronized(scene: Scene) -> Any:
     return networks.steps(model, count=STEPS) | state_of(model)
 
 
-ROWS.add("statistics of all processes in a buffer, as SyncBatchNorm", synchronize, synchronized, processes=2)
+ROWS.add(
+    "statistics of all processes in a buffer, as SyncBatchNorm",
+    synchronize,
+    synchronized,
+    processes=2,
+)
 
 
 def seeded(model: nn.Module, inner: Model, rank: int) -> dict[str, Tensor | None]:
@@ -116,7 +141,9 @@ def seeded(model: nn.Module, inner: Model, rank: int) -> dict[str, Tensor | None
 
 def drop(scene: Scene) -> Any:
     inner = Model(scene.contestant, dropout=0.5)
-    return seeded(DistributedDataParallel(inner), inner, scene.rank) | {"random state": torch.get_rng_state()}
+    return seeded(DistributedDataParallel(inner), inner, scene.rank) | {
+        "random state": torch.get_rng_state()
+    }
 
 
 def dropped(scene: Scene) -> Any:

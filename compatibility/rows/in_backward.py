@@ -1,4 +1,6 @@
-"""The optimizer inside backward: each parameter steps as soon as its gradient is there, and the gradient is dropped."""
+"""The optimizer inside backward: each parameter steps as soon as its gradient is there, and the
+gradient is dropped.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ STEPS = 3
 
 
 def step_in_backward(model: nn.Module) -> list[int]:
-    """From now on parameters step in backward. Gives the bytes of gradients alive whenever one arrives."""
+    """From now on parameters step in backward. Gives the bytes of gradients alive whenever one
+    arrives.
+    """
     optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
     alive: list[int] = []
 
@@ -55,7 +59,9 @@ def afterwards(scene: Scene) -> Any:
 
 ROWS.add("`register_post_accumulate_grad_hook`", inside, afterwards)
 
-SIZE = Size("wide", blocks=8, width=64, batch=1, tokens=16)  # more bytes in weights than in activations
+SIZE = Size(
+    "wide", blocks=8, width=64, batch=1, tokens=16
+)  # more bytes in weights than in activations
 
 
 def peaks(contestant: str) -> str:
@@ -63,14 +69,18 @@ def peaks(contestant: str) -> str:
     within, alive = peak(contestant, in_backward=True)
     every = sum(p.nbytes for pair in pairs(SIZE) for fn in pair for p in fn.parameters())
     return (
-        f"a step of {SIZE.blocks} transformer blocks, gradients and activations together: {after // 1024:,} KiB with the "
-        f"optimizer after backward, {within // 1024:,} KiB with it inside; gradients alive at once: {alive // 1024:,} of "
+        f"a step of {SIZE.blocks} transformer blocks, gradients and activations together: "
+        f"{after // 1024:,} KiB with the "
+        f"optimizer after backward, {within // 1024:,} KiB with it inside; gradients alive at "
+        f"once: {alive // 1024:,} of "
         f"{every // 1024:,} KiB"
     )
 
 
 def peak(contestant: str, in_backward: bool) -> tuple[int, int]:
-    """The most bytes alive at once in the second step (what the first left stays), and those of gradients."""
+    """The most bytes alive at once in the second step (what the first left stays), and those of
+    gradients.
+    """
     network, live = CONTESTANTS[contestant](pairs(SIZE)), LiveBytes()
     alive = step_in_backward(network) if in_backward else [0]
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)

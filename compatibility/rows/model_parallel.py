@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    SplitPoint,
+    pipeline,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from compatibility import networks
@@ -62,7 +68,10 @@ class End(nn.Module):
 def stages(schedule: Any, scene: Scene) -> Any:
     """Two stacks of half the depth: what passes from one to the other are both streams."""
     model = Model(scene.contestant)
-    first, second = (networks.build(scene.contestant, half) for half in (model.functions[:DEPTH], model.functions[DEPTH:]))
+    first, second = (
+        networks.build(scene.contestant, half)
+        for half in (model.functions[:DEPTH], model.functions[DEPTH:])
+    )
     module = Start(model, first) if scene.rank == 0 else End(model, second)
     run_schedule(schedule, PipelineStage(module, scene.rank, 2, torch.device("cpu")), scene.rank)
     return {name: p.grad for name, p in own_part(model, scene.rank).items()}
@@ -87,8 +96,18 @@ def whole(scene: Scene) -> Any:
     return {name: p.grad for name, p in own_part(model, scene.rank).items()}
 
 
-ROWS.add("a stack cut into two pipeline stages, GPipe", functools.partial(stages, ScheduleGPipe), whole, processes=2)
-ROWS.add("a stack cut into two pipeline stages, 1F1B", functools.partial(stages, Schedule1F1B), whole, processes=2)
+ROWS.add(
+    "a stack cut into two pipeline stages, GPipe",
+    functools.partial(stages, ScheduleGPipe),
+    whole,
+    processes=2,
+)
+ROWS.add(
+    "a stack cut into two pipeline stages, 1F1B",
+    functools.partial(stages, Schedule1F1B),
+    whole,
+    processes=2,
+)
 
 
 def traced(scene: Scene) -> Any:

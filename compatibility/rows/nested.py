@@ -1,4 +1,6 @@
-"""Checkpoints inside and around, stacks inside stacks, and everything that watches: offloading, counters, profilers, hooks."""
+"""Checkpoints inside and around, stacks inside stacks, and everything that watches: offloading,
+counters, profilers, hooks.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from compatibility import networks
@@ -27,7 +33,9 @@ class Checkpointed(Layer):
 def keep_products(*_: Any, **__: Any) -> Any:
     return create_selective_checkpoint_contexts(
         lambda ctx, op, *args, **kwargs: (
-            CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+            CheckpointPolicy.MUST_SAVE
+            if op is torch.ops.aten.addmm.default
+            else CheckpointPolicy.PREFER_RECOMPUTE
         )
     )
 
@@ -50,7 +58,9 @@ class Inner(nn.Module):
 
 
 def two_steps(
-    model: Model, run: Callable[..., Tensor] | None = None, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    model: Model,
+    run: Callable[..., Tensor] | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Any]:
     """Gradients of two steps."""
     with around():
@@ -65,19 +75,28 @@ def plain(scene: Scene) -> Any:
     return two_steps(Model("plain"))
 
 
-ROWS.add("`torch.utils.checkpoint` inside f and g", functools.partial(with_layer, Checkpointed), plain)
+ROWS.add(
+    "`torch.utils.checkpoint` inside f and g", functools.partial(with_layer, Checkpointed), plain
+)
 ROWS.add("selective checkpointing inside f and g", functools.partial(with_layer, Selective), plain)
 
 
 def around_stack(scene: Scene, **options: Any) -> Any:
     model = Model(scene.contestant)
     return two_steps(
-        model, lambda tokens: model.head(checkpoint(model.stack, model.embedding(tokens), use_reentrant=False, **options))
+        model,
+        lambda tokens: model.head(
+            checkpoint(model.stack, model.embedding(tokens), use_reentrant=False, **options)
+        ),
     )
 
 
 ROWS.add("`torch.utils.checkpoint` around the stack", around_stack, plain)
-ROWS.add("selective checkpointing around the stack", functools.partial(around_stack, context_fn=keep_products), plain)
+ROWS.add(
+    "selective checkpointing around the stack",
+    functools.partial(around_stack, context_fn=keep_products),
+    plain,
+)
 
 
 def stack_in_stack(scene: Scene) -> Any:
@@ -93,7 +112,11 @@ def inside(context: Callable[[], AbstractContextManager[Any]], scene: Scene) -> 
     return two_steps(Model(scene.contestant), around=context)
 
 
-ROWS.add("`torch.autograd.graph.save_on_cpu`", functools.partial(inside, torch.autograd.graph.save_on_cpu), plain)
+ROWS.add(
+    "`torch.autograd.graph.save_on_cpu`",
+    functools.partial(inside, torch.autograd.graph.save_on_cpu),
+    plain,
+)
 ROWS.add("anomaly mode", functools.partial(inside, torch.autograd.detect_anomaly), plain)
 
 
@@ -120,9 +143,13 @@ ROWS.add("`FlopCounterMode`", flops, flops_of_plain)
 
 
 def profiled(scene: Scene) -> Any:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         found = two_steps(Model(scene.contestant))
-    return found | {"layers seen": any(event.key == "aten::addmm" for event in profile.key_averages())}
+    return found | {
+        "layers seen": any(event.key == "aten::addmm" for event in profile.key_averages())
+    }
 
 
 ROWS.add("the profiler", profiled, profiled)
@@ -160,11 +187,17 @@ def backward_hooks(scene: Scene) -> Any:
 
 
 def gradient_hooks(scene: Scene) -> Any:
-    """Hooks on parameters fire once a backward, with the whole gradient, although weights are shared."""
+    """Hooks on parameters fire once a backward, with the whole gradient, although weights are
+    shared.
+    """
     model, seen = Model(scene.contestant, shared=True), {}
     for name, parameter in model.named():
-        parameter.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(grad.clone()))
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.setdefault(name, []).append(p.grad.clone()))
+        parameter.register_hook(
+            lambda grad, name=name: seen.setdefault(name, []).append(grad.clone())
+        )
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: seen.setdefault(name, []).append(p.grad.clone())
+        )
     return two_steps(model) | {"seen by hooks": seen}
 
 

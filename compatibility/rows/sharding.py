@@ -1,4 +1,6 @@
-"""FSDP2 and distributed checkpoints: the gradients and parameters of one process, whatever is sharded."""
+"""FSDP2 and distributed checkpoints: the gradients and parameters of one process, whatever is
+sharded.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def shard(modules: list[nn.Module], **options: Any) -> None:
 
 
 def average(model: nn.Module) -> None:
-    """Average what FSDP does not: the gradients of parameters outside the modules that it was applied to."""
+    """Average what FSDP does not: the gradients of parameters outside the modules that it was
+    applied to.
+    """
     for parameter in model.parameters():
         if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
             dist.all_reduce(parameter.grad)
@@ -42,7 +46,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def train_steps(model: Model, optimizer: torch.optim.Optimizer, count: range, rank: int | None = None) -> Any:
+def train_steps(
+    model: Model, optimizer: torch.optim.Optimizer, count: range, rank: int | None = None
+) -> Any:
     """The gradients of each step, and the parameters at the end."""
     found = {}
     for step in count:
@@ -54,7 +60,12 @@ def train_steps(model: Model, optimizer: torch.optim.Optimizer, count: range, ra
     return found | {"parameters": networks.parameters(model)}
 
 
-def train(choose: Callable[[Model], list[nn.Module]], options: dict[str, Any], scene: Scene, compiled: bool = False) -> Any:
+def train(
+    choose: Callable[[Model], list[nn.Module]],
+    options: dict[str, Any],
+    scene: Scene,
+    compiled: bool = False,
+) -> Any:
     model = Model(scene.contestant)
     if compiled:
         model.stack.compile(backend="aot_eager")
@@ -67,20 +78,31 @@ def alone(scene: Scene) -> Any:
     return train_steps(model, optimizer_of(model), range(STEPS))
 
 
-PLACES: dict[str, tuple[Callable[[Model], list[nn.Module]], dict[str, Any]]] = {  # inner modules first, as fully_shard wants them
+PLACES: dict[
+    str, tuple[Callable[[Model], list[nn.Module]], dict[str, Any]]
+] = {  # inner modules first, as fully_shard wants them
     "on f and g": (lambda model: [*model.functions], {}),
     "on each block": (lambda model: blocks_of(model.stack), {}),
     "on the stack": (lambda model: [model.stack], {}),
     "at the root": (lambda model: [model], {}),
     "on f, g and the root": (lambda model: [*model.functions, model], {}),
     "on each block and the root": (lambda model: [*blocks_of(model.stack), model], {}),
-    "`reshard_after_forward=True`": (lambda model: [*model.functions, model], {"reshard_after_forward": True}),
-    "`reshard_after_forward=False`": (lambda model: [*model.functions, model], {"reshard_after_forward": False}),
+    "`reshard_after_forward=True`": (
+        lambda model: [*model.functions, model],
+        {"reshard_after_forward": True},
+    ),
+    "`reshard_after_forward=False`": (
+        lambda model: [*model.functions, model],
+        {"reshard_after_forward": False},
+    ),
 }
 for title, (choose, options) in PLACES.items():
     ROWS.add(title, functools.partial(train, choose, options), alone, processes=2)
 ROWS.add(
-    "`stack.compile()` before", functools.partial(train, PLACES["on f, g and the root"][0], {}, compiled=True), alone, processes=2
+    "`stack.compile()` before",
+    functools.partial(train, PLACES["on f, g and the root"][0], {}, compiled=True),
+    alone,
+    processes=2,
 )
 
 
@@ -100,7 +122,13 @@ def in_full(scene: Scene) -> Any:
 # Rounding to bfloat16 is the point, so the limit is a few of its steps.
 EPS = torch.finfo(torch.bfloat16).eps
 for place in ("on f and g", "on each block and the root"):
-    ROWS.add(f"mixed precision policy {place}", functools.partial(mixed, PLACES[place][0]), in_full, processes=2, limit=8 * EPS)
+    ROWS.add(
+        f"mixed precision policy {place}",
+        functools.partial(mixed, PLACES[place][0]),
+        in_full,
+        processes=2,
+        limit=8 * EPS,
+    )
 
 
 # --- checkpoints: two steps, saved, two more steps by someone else
@@ -138,4 +166,6 @@ def uninterrupted(scene: Scene) -> Any:
 
 
 CHECKPOINTS.add("saved by 2 processes, loaded by 1", load, uninterrupted, before=((2, save),))
-CHECKPOINTS.add("saved by 1 process, loaded by 2", load, uninterrupted, before=((1, save),), processes=2)
+CHECKPOINTS.add(
+    "saved by 1 process, loaded by 2", load, uninterrupted, before=((1, save),), processes=2
+)

@@ -38,7 +38,11 @@ def here(scene: Scene) -> Any:
 
 def two_stacks(scene: Scene) -> Any:
     models = [Model(scene.contestant) for _ in range(2)]
-    return dict(enumerate(in_threads(*(lambda model=model: networks.steps(model, count=20) for model in models))))
+    return dict(
+        enumerate(
+            in_threads(*(lambda model=model: networks.steps(model, count=20) for model in models))
+        )
+    )
 
 
 def twice(scene: Scene) -> Any:
@@ -70,7 +74,9 @@ ROWS.add("one stack in two threads at once", one_stack, one_after_another)
 
 
 class Batches(Dataset[Any]):
-    """Batches by their step; with a model, each sample comes with what it gives: it runs in the worker, after a fork."""
+    """Batches by their step; with a model, each sample comes with what it gives: it runs in the
+    worker, after a fork.
+    """
 
     def __init__(self, model: Model | None = None) -> None:
         self.model = model
@@ -98,14 +104,19 @@ def loaded(model: Model, batches: Iterable[Any]) -> Any:
 def workers(scene: Scene) -> Any:
     model = Model(scene.contestant)
     networks.steps(model)  # so that autograd has its threads before the fork
-    return loaded(model, DataLoader(Batches(), batch_size=None, num_workers=2, multiprocessing_context="fork"))
+    return loaded(
+        model, DataLoader(Batches(), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    )
 
 
 def forked(scene: Scene) -> Any:
     """And the workers run a stack themselves."""
     model = Model(scene.contestant)
     networks.steps(model)
-    return loaded(model, DataLoader(Batches(model), batch_size=None, num_workers=2, multiprocessing_context="fork"))
+    return loaded(
+        model,
+        DataLoader(Batches(model), batch_size=None, num_workers=2, multiprocessing_context="fork"),
+    )
 
 
 def unforked(scene: Scene) -> Any:

@@ -1,4 +1,6 @@
-"""Whole trainers: they end with the parameters of a loop written by hand. Two processes as torchrun starts them."""
+"""Whole trainers: they end with the parameters of a loop written by hand. Two processes as torchrun
+starts them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ EPOCHS, RATE = 3, 0.1
 
 
 class Samples(Dataset[Any]):
-    """As many samples as one step of all processes takes: so each epoch is a step, and the order does not matter."""
+    """As many samples as one step of all processes takes: so each epoch is a step, and the order
+    does not matter.
+    """
 
     def __len__(self) -> int:
         return BATCH
@@ -90,9 +94,16 @@ def lightning(processes: int, scene: Scene) -> Any:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=RATE)
 
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     strategy = "ddp" if processes > 1 else "auto"
-    trainer = L.Trainer(accelerator="cpu", devices=processes, strategy=strategy, max_epochs=EPOCHS, **quiet)  # type: ignore[arg-type]
+    trainer = L.Trainer(
+        accelerator="cpu", devices=processes, strategy=strategy, max_epochs=EPOCHS, **quiet
+    )  # type: ignore[arg-type]
     trainer.fit(Module(), DataLoader(Samples(), batch_size=BATCH // processes))
     return networks.parameters(model)
 
@@ -122,7 +133,14 @@ for title, run, package in (
 ):
     for processes in (1, 2):
         several = f"{title}, {processes} process{'es' if processes > 1 else ''}"
-        ROWS.add(several, functools.partial(run, processes), by_hand, processes=processes, needs=(package,), launched=True)
+        ROWS.add(
+            several,
+            functools.partial(run, processes),
+            by_hand,
+            processes=processes,
+            needs=(package,),
+            launched=True,
+        )
 
 
 def low_rank(scene: Scene) -> Any:

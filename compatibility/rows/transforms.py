@@ -51,7 +51,9 @@ def per_sample(scene: Scene) -> Any:
     """The gradient of each sample of the batch."""
     model = Model(scene.contestant)
     tokens, targets = networks.batch()
-    every = vmap(grad(functools.partial(value, model)), (None, 0, 0))(detached(model), tokens[:, None], targets[:, None])
+    every = vmap(grad(functools.partial(value, model)), (None, 0, 0))(
+        detached(model), tokens[:, None], targets[:, None]
+    )
     return common(model, every)
 
 
@@ -72,11 +74,16 @@ def by_finite_differences(scene: Scene) -> Any:
     model, x = Model("plain"), stack_input()
     h = 1e-5
     with torch.no_grad():
-        return {"output": model.stack(x), "tangent": (model.stack(x + h) - model.stack(x - h)) / (2 * h)}
+        return {
+            "output": model.stack(x),
+            "tangent": (model.stack(x + h) - model.stack(x - h)) / (2 * h),
+        }
 
 
 def stack_input() -> Tensor:
-    return torch.randn(2, 5, 2 * networks.WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(
+        2, 5, 2 * networks.WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
 
 
 def called(scene: Scene) -> Any:
@@ -122,7 +129,9 @@ def exported(scene: Scene) -> Any:
 def with_any_batch(scene: Scene) -> Any:
     model = Model(scene.contestant, dropout=0.3).eval()
     tokens = networks.batch()[0]
-    program = torch.export.export(model, (tokens[:2],), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    program = torch.export.export(
+        model, (tokens[:2],), dynamic_shapes=({0: torch.export.Dim("batch")},)
+    )
     return {"output": program.module()(tokens)}
 
 
@@ -139,7 +148,9 @@ def onnx(scene: Scene) -> Any:
 
 EXPORT.add("`torch.export` of the model in `eval()`, saved and loaded", exported, evaluated)
 EXPORT.add("`torch.export` with a dynamic batch", with_any_batch, evaluated)
-EXPORT.add("ONNX, run by onnxruntime", onnx, evaluated, limit=1e-5, needs=("onnxscript", "onnxruntime"))
+EXPORT.add(
+    "ONNX, run by onnxruntime", onnx, evaluated, limit=1e-5, needs=("onnxscript", "onnxruntime")
+)
 
 
 # --- copies: of a model that has been trained for a step, which is then trained on

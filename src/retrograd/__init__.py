@@ -9,7 +9,12 @@ from retrograd.sequence import Reversible as Reversible, Update as Update
 from retrograd.core.updates import WithAux as WithAux
 
 # how a function's output enters its target
-from retrograd.core.updates import Coupling as Coupling, Additive as Additive, Affine as Affine, Momentum as Momentum
+from retrograd.core.updates import (
+    Coupling as Coupling,
+    Additive as Additive,
+    Affine as Affine,
+    Momentum as Momentum,
+)
 
 # what is kept and what is rebuilt
 from retrograd.core.memory import Reverse as Reverse, Keep as Keep, Anchor as Anchor

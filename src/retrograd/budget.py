@@ -1,15 +1,18 @@
 """`Budget`: the fastest step whose activations fit into so many bytes.
 
-The first forward of a stack, for each shape of input, is watched: which operations each function runs, what each costs and makes,
-and what autograd saves of it. From that, a plan for all later calls. Three things can be bought with memory, best value first:
+The first forward of a stack, for each shape of input, is watched: which operations each function
+runs, what each costs and makes, and what autograd saves of it. From that, a plan for all later
+calls. Three things can be bought with memory, best value first:
 
-- a function's *output*: then its recompute may stop as soon as everything that autograd saved is there again, before the last
-  product; undoing it needs the output, and here it is;
-- outputs of *operations* inside it: they are not run again (looking at each operation costs some time itself);
+- a function's *output*: then its recompute may stop as soon as everything that autograd saved is
+  there again, before the last product; undoing it needs the output, and here it is;
+- outputs of *operations* inside it: they are not run again (looking at each operation costs some
+  time itself);
 - *everything*, for the last updates of the program: they run as plain autograd.
 
-What is kept for update i is there until backward gets to i, and parameter gradients come into being on the way: the limit holds
-at every update, and a byte kept for a late update is in the way of fewer of them than one kept for an early one.
+What is kept for update i is there until backward gets to i, and parameter gradients come into being
+on the way: the limit holds at every update, and a byte kept for a late update is in the way of
+fewer of them than one kept for an early one.
 """
 
 from __future__ import annotations
@@ -34,13 +37,13 @@ from retrograd.core.replay import as_bytes
 from retrograd.core.streams import distinct_bytes, flatten, largest_shard, local, nbytes, storage_of
 from retrograd.measure import LiveBytes, flops_of
 
-# What a device does in a second: operations, bytes. Rough, because only ratios matter, and fixed, because every process of a
-# group must come to the same plan.
+# What a device does in a second: operations, bytes. Rough, because only ratios matter, and fixed,
+# because every process of a group must come to the same plan.
 SPEED = {"cpu": (1e11, 1e10), "cuda": (1e14, 1e12)}
 REMEMBERED = 64  # profiles: shapes of input that a stack knows at a time
 MIB = 2**20
-# Seconds that an operation costs more while `core.operations` looks at it: 2e-5 on a CPU of 2023, and some more, because
-# what needs no such help is to be preferred where the two come close.
+# Seconds that an operation costs more while `core.operations` looks at it: 2e-5 on a CPU of 2023,
+# and some more, because what needs no such help is to be preferred where the two come close.
 DISPATCH = 4e-5
 
 
@@ -60,7 +63,8 @@ class Operation(NamedTuple):
     bytes: int  # of what it made
     gradients: int  # bytes of the gradients of what it read and of what it made
     saves_before: int  # how many tensors autograd had saved when it began
-    counted: bool  # has a formula for its FLOPs: one of the expensive kinds; and what it made was not written to
+    # has a formula for its FLOPs: one of the expensive kinds; and what it made was not written to
+    counted: bool
     made: frozenset[int]  # which memory
 
 
@@ -75,7 +79,9 @@ class Measured:
     output: int = 0
     saves: int = 0  # how many tensors the function saved
     coupling_saves: bool = False
-    gradients: dict[int, int] = field(default_factory=dict)  # bytes of each parameter's, by its identity
+    gradients: dict[int, int] = field(
+        default_factory=dict
+    )  # bytes of each parameter's, by its identity
 
     @property
     def seconds(self) -> float:
@@ -97,7 +103,10 @@ class _Watch(LiveBytes):
         saves, before, random = len(self.frame.store), self.now, as_bytes(torch.get_rng_state())
         result = super().__torch_dispatch__(func, types, args, kwargs)
         # One that draws must run again: whatever draws after it would draw something else.
-        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or as_bytes(torch.get_rng_state()) != random
+        draws = (
+            torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+            or as_bytes(torch.get_rng_state()) != random
+        )
         if hasattr(func, "_schema") and func._schema.is_mutable:
             self.edited |= set(map(storage_of, _tensors((*args[:1], *(kwargs or {}).values()))))
         number = self.calls[func] = self.calls.get(func, -1) + 1
@@ -109,11 +118,24 @@ class _Watch(LiveBytes):
         moved = sum(map(nbytes, inputs + outputs)) if made else 0
         seconds = (flops or 0) / per_second + moved / bandwidth
         # The gradients of parameters are counted elsewhere; those of a view take no memory.
-        given = [t for t in inputs if t.is_floating_point() and storage_of(t) not in self.parameters] if made else []
+        given = (
+            [t for t in inputs if t.is_floating_point() and storage_of(t) not in self.parameters]
+            if made
+            else []
+        )
         gradients = sum(map(nbytes, given + outputs)) if made else 0
         memory = frozenset(map(storage_of, outputs)) if made else frozenset()
         self.measured.operations.append(
-            Operation(func, number, seconds, made, gradients, saves, flops is not None and not draws, memory)
+            Operation(
+                func,
+                number,
+                seconds,
+                made,
+                gradients,
+                saves,
+                flops is not None and not draws,
+                memory,
+            )
         )
         return result
 
@@ -135,7 +157,9 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
 
 
 class Profile:
-    """What one forward pass of a program needs: watches it (a `memory.Watcher`), then plans the next ones."""
+    """What one forward pass of a program needs: watches it (a `memory.Watcher`), then plans the
+    next ones.
+    """
 
     def __init__(self, updates: int, budget: Budget | None = None, fresh: bool = True) -> None:
         self.updates = [Measured() for _ in range(updates)]
@@ -151,25 +175,37 @@ class Profile:
             yield
         measured = self.updates[index]
         measured.forward = live.peak
-        measured.operations = [o._replace(counted=o.counted and not o.made & live.edited) for o in measured.operations]
+        measured.operations = [
+            o._replace(counted=o.counted and not o.made & live.edited) for o in measured.operations
+        ]
 
     def note(
-        self, index: int, saved: Sequence[Any], by_fn: int, parts: Any, parameters: Sequence[Any], streams: Sequence[Any]
+        self,
+        index: int,
+        saved: Sequence[Any],
+        by_fn: int,
+        parts: Any,
+        parameters: Sequence[Any],
+        streams: Sequence[Any],
     ) -> None:
         measured = self.updates[index]
         measured.saves, measured.coupling_saves = by_fn, by_fn < len(saved)
-        weights = {storage_of(local(parameter)) for parameter in parameters}  # `Linear` saves a view of its weight
+        weights = {
+            storage_of(local(parameter)) for parameter in parameters
+        }  # `Linear` saves a view of its weight
         activations = [None if storage_of(tensor) in weights else tensor for tensor in saved]
         measured.saved = distinct_bytes(activations)
         measured.output = distinct_bytes(tensor for outputs in parts for tensor in outputs)
-        # Backward frees what an operation saved when it is through with it. The streams are there anyway, and so are their
-        # gradients: that of the output is one of them.
+        # Backward frees what an operation saved when it is through with it. The streams are there
+        # anyway, and so are their gradients: that of the output is one of them.
         there = {storage_of(stream) for stream in streams}
         own = [None if t is None or storage_of(t) in there else t for t in activations]
         returned = {storage_of(tensor): tensor.nbytes for outputs in parts for tensor in outputs}
         ends = [*(operation.saves_before for operation in measured.operations[1:]), len(saved)]
         held = [
-            distinct_bytes(own[:end]) + o.gradients - sum(returned.get(memory, 0) for memory in o.made)
+            distinct_bytes(own[:end])
+            + o.gradients
+            - sum(returned.get(memory, 0) for memory in o.made)
             for o, end in zip(measured.operations, ends)
         ]
         measured.backward = max([distinct_bytes(own), *held])
@@ -185,14 +221,20 @@ class Profile:
 
     def gradients(self) -> dict[int, int]:
         """The bytes of each parameter's gradient; a parameter may be used by several updates."""
-        return {parameter: bytes_ for measured in self.updates for parameter, bytes_ in measured.gradients.items()}
+        return {
+            parameter: bytes_
+            for measured in self.updates
+            for parameter, bytes_ in measured.gradients.items()
+        }
 
     def needs(self, fresh: bool) -> list[int]:
-        """Bytes at each update of the backward pass, if nothing is kept, less all gradients: `fresh` if they are yet to come.
+        """Bytes at each update of the backward pass, if nothing is kept, less all gradients:
+        `fresh` if they are yet to come.
 
-        Alive are the streams and their gradients; and the most that the update itself needs, when it runs again, in its backward,
-        or when both streams and gradients are made anew. At the last update, the output of the stack, too. And a parameter's
-        gradient that is added to another exists beside it.
+        Alive are the streams and their gradients; and the most that the update itself needs, when
+        it runs again, in its backward, or when both streams and gradients are made anew. At the
+        last update, the output of the stack, too. And a parameter's gradient that is added to
+        another exists beside it.
         """
         to_come = self.gradients()
         total, done, seen, needs = sum(to_come.values()), 0, set(), []
@@ -200,9 +242,13 @@ class Profile:
             for parameter in measured.gradients.keys() - seen:
                 done += to_come[parameter]
             seen |= measured.gradients.keys()
-            work = 2 * self.state_bytes + max(measured.forward, measured.backward, 2 * self.state_bytes)
+            work = 2 * self.state_bytes + max(
+                measured.forward, measured.backward, 2 * self.state_bytes
+            )
             work += self.state_bytes if not needs else 0
-            needs.append(work + (done - total if fresh else max(measured.gradients.values(), default=0)))
+            needs.append(
+                work + (done - total if fresh else max(measured.gradients.values(), default=0))
+            )
         return needs[::-1]
 
     def plain(self, fresh: bool) -> int:
@@ -216,7 +262,9 @@ class Profile:
         return self.plans[budget, fresh]
 
     def _plan(self, budget: Budget, fresh: bool) -> Plan:
-        """Buy what saves most time a byte, as long as there is room at every update from there on; late updates first."""
+        """Buy what saves most time a byte, as long as there is room at every update from there on;
+        late updates first.
+        """
         n, needs = len(self.updates), self.needs(fresh)
         limit = budget.bytes_of(self.plain(fresh))
         if not any(measured.saves for measured in self.updates):  # nothing will ever be rebuilt
@@ -257,15 +305,20 @@ class Profile:
                     offer(u - 1, everything(self.updates[u - 1]))
             elif ways[u].index(after) + 1 < len(ways[u]):
                 offer(u, ways[u][ways[u].index(after) + 1])
-        choices = {u: choice for u in range(kept) if (choice := has[u].choice) and choice != Choice()}
+        choices = {
+            u: choice for u in range(kept) if (choice := has[u].choice) and choice != Choice()
+        }
         return Plan(kept, kept, choices)
 
 
 def too_small(budget: Budget, limit: int, floor: int, plain: int, fresh: bool) -> str:
     return (
-        f"{budget!r}: {human(limit)} are less than the {human(floor)} that this stack needs in any case, for its streams and one "
-        f"update at a time{'' if fresh else ', while gradients are accumulated'} (plain autograd: {human(plain)}).\n"
-        f'  Fix: rg.Budget("{human(floor * 1.005)}") or more; rg.Chunked makes a token-wise function smaller.'
+        f"{budget!r}: {human(limit)} are less than the {human(floor)} that this stack needs in any "
+        "case, for its streams and one "
+        f"update at a time{'' if fresh else ', while gradients are accumulated'} (plain autograd: "
+        f"{human(plain)}).\n"
+        f'  Fix: rg.Budget("{human(floor * 1.005)}") or more; rg.Chunked makes a token-wise '
+        "function smaller."
     )
 
 
@@ -285,12 +338,15 @@ class Budget:
     """Keep what makes a step fastest, as long as the stack's activations fit into `limit`.
 
     Args:
-        limit: a number of bytes, a size such as `"2 GiB"` or `"500 MB"`, or a share of what plain autograd needs: `"25%"`.
+        limit: a number of bytes, a size such as `"2 GiB"` or `"500 MB"`, or a share of what plain
+            autograd needs: `"25%"`.
 
-    The limit is on the peak of live tensor bytes in a step, less gradients (and parameters and optimizer state): what the stack
-    itself makes, and not what the rest of the model does. The first call for each shape of input is watched and keeps
-    nothing; from the second on its plan is settled. `stack.plan(x)` shows it. A limit below what the stack needs in any
-    case raises `BudgetError`, which says how much that is; one above what plain autograd needs behaves as `Keep`.
+    The limit is on the peak of live tensor bytes in a step, less gradients (and parameters and
+    optimizer state): what the stack itself makes, and not what the rest of the model does. The
+    first call for each shape of input is watched and keeps nothing; from the second on its plan is
+    settled. `stack.plan(x)` shows it. A limit below what the stack needs in any case raises
+    `BudgetError`, which says how much that is; one above what plain autograd needs behaves as
+    `Keep`.
 
     Example:
         >>> rg.Budget("2 GiB").bytes_of(plain=2**40)
@@ -304,7 +360,9 @@ class Budget:
 
     def bytes_of(self, plain: int) -> int:
         """The limit in bytes, where plain autograd needs `plain`."""
-        units = {"": 1, "b": 1} | {f"{p}{b}": n**i for i, p in enumerate("kmgt", 1) for b, n in (("b", 1000), ("ib", 1024))}
+        units = {"": 1, "b": 1} | {
+            f"{p}{b}": n**i for i, p in enumerate("kmgt", 1) for b, n in (("b", 1000), ("ib", 1024))
+        }
         if isinstance(self.limit, str):
             match = re.fullmatch(r"\s*(\d+|\d*\.\d+)\s*([a-zA-Z]*|%)\s*", self.limit)
             if match and float(match[1]) > 0:
@@ -315,20 +373,34 @@ class Budget:
         elif type(self.limit) is int and self.limit > 0:
             return self.limit
         raise ValueError(
-            f'Budget({self.limit!r}): pass a number of bytes, a size such as "2 GiB", or a share of plain autograd such as "25%".'
+            f'Budget({self.limit!r}): pass a number of bytes, a size such as "2 GiB", or a share '
+            'of plain autograd such as "25%".'
         )
 
-    def plan(self, targets: Sequence[str], streams: Any, keywords: Any, module: Any, program: Any) -> Plan:
+    def plan(
+        self, targets: Sequence[str], streams: Any, keywords: Any, module: Any, program: Any
+    ) -> Plan:
         """The plan for a call of `module`; on the first one of its kind, to watch."""
-        # What surrounds us runs this forward again, and must find the same graph; lazy modules have no shapes yet.
+        # What surrounds us runs this forward again, and must find the same graph; lazy modules have
+        # no shapes yet.
         if surrounding_hooks() or any(map(is_lazy, module.parameters())):
             return Reverse(keep_last=False).plan(targets)
         profiles, structure = module._backstage.profiles, module._backstage.structure
-        same = structure is not None and [fns[0] for fns in structure.functions] == [step.fn for step in program]
-        parameters = structure.parameters if same else list(module.parameters())  # those of the last call, if it was alike
+        same = structure is not None and [fns[0] for fns in structure.functions] == [
+            step.fn for step in program
+        ]
+        parameters = (
+            structure.parameters if same else list(module.parameters())
+        )  # those of the last call, if it was alike
         functions = [(step.target, id(step.fn)) for step in program]
         trained = sum(parameter.requires_grad for parameter in parameters)
-        key = (module.training, len(parameters), trained, *functions, *map(_signature, (streams, keywords)))
+        key = (
+            module.training,
+            len(parameters),
+            trained,
+            *functions,
+            *map(_signature, (streams, keywords)),
+        )
         fresh = all(parameter.grad is None for parameter in parameters if parameter.is_leaf)
         if key not in profiles or not profiles[key].is_complete:
             while len(profiles) >= REMEMBERED:
@@ -339,12 +411,24 @@ class Budget:
 
 
 def _signature(value: Any) -> tuple[Any, ...]:
-    """What of a call decides what it needs: shapes, dtypes, whether gradients are wanted, autocast, and other arguments."""
+    """What of a call decides what it needs: shapes, dtypes, whether gradients are wanted, autocast,
+    and other arguments.
+    """
     leaves = flatten(value)[0]
     kinds = sorted({leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)} | {"cpu"})
-    autocast = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds if kind != "meta"]
-    other = [leaf if isinstance(leaf, (int, float, str, bool, type(None))) else None for leaf in leaves]
-    return (*autocast, *other, *((t.shape, t.dtype, t.requires_grad) for t in leaves if isinstance(t, Tensor)))
+    autocast = [
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in kinds
+        if kind != "meta"
+    ]
+    other = [
+        leaf if isinstance(leaf, (int, float, str, bool, type(None))) else None for leaf in leaves
+    ]
+    return (
+        *autocast,
+        *other,
+        *((t.shape, t.dtype, t.requires_grad) for t in leaves if isinstance(t, Tensor)),
+    )
 
 
 # --- what can be bought
@@ -360,7 +444,9 @@ class Level(NamedTuple):
 
 
 def levels(measured: Measured) -> list[Level]:
-    """The ways short of everything that are worth it, by bytes; each saves less time a byte than the one before."""
+    """The ways short of everything that are worth it, by bytes; each saves less time a byte than
+    the one before.
+    """
     return _hull(all_levels(measured))
 
 
@@ -372,12 +458,21 @@ def all_levels(measured: Measured) -> list[Level]:
         seconds = sum(operation.seconds for operation in rest)
         found.append(Level(Choice(output=True), measured.output, measured.output, seconds))
         overhead = 2 * DISPATCH * len(operations)
-        worth = sorted((o for o in rest if o.counted and o.bytes), key=lambda o: o.seconds / o.bytes, reverse=True)
+        worth = sorted(
+            (o for o in rest if o.counted and o.bytes),
+            key=lambda o: o.seconds / o.bytes,
+            reverse=True,
+        )
         for count in range(1, len(worth) + 1):
             kept = worth[:count]
             choice = Choice(output=True, operations=frozenset((o.name, o.number) for o in kept))
-            bytes_, own = (measured.output + sum(o.bytes for o in some) for some in (kept, [o for o in kept if o.made]))
-            found.append(Level(choice, bytes_, own, seconds + overhead - sum(o.seconds for o in kept)))
+            bytes_, own = (
+                measured.output + sum(o.bytes for o in some)
+                for some in (kept, [o for o in kept if o.made])
+            )
+            found.append(
+                Level(choice, bytes_, own, seconds + overhead - sum(o.seconds for o in kept))
+            )
     return found
 
 

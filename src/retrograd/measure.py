@@ -1,13 +1,16 @@
-"""What a step really takes: bytes, FLOPs, and how often each function runs. For users who want to verify.
+"""What a step really takes: bytes, FLOPs, and how often each function runs. For users who want to
+verify.
 
-    >>> stack = rg.ReversibleSequence([(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(4)])
+    >>> pairs = [(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(4)]
+    >>> stack = rg.ReversibleSequence(pairs)
     >>> measured = rg.measure.step(lambda: stack(torch.randn(2, 8)).sum().backward(), stack)
     >>> measured.evaluations["blocks.0.f"], measured.evaluations["blocks.3.g"]
     (2, 1)
 
-Bytes are counted by a dispatch mode that sees every tensor that an operation makes, and a weak reference to its storage tells
-when the memory goes. So the count is of tensors, not of the process: repeatable to the byte, whatever the allocator does. Scratch
-memory inside a kernel is not seen; on an accelerator, `allocated` has what its allocator says.
+Bytes are counted by a dispatch mode that sees every tensor that an operation makes, and a weak
+reference to its storage tells when the memory goes. So the count is of tensors, not of the process:
+repeatable to the byte, whatever the allocator does. Scratch memory inside a kernel is not seen; on
+an accelerator, `allocated` has what its allocator says.
 """
 
 from __future__ import annotations
@@ -30,10 +33,11 @@ from retrograd.core.streams import flatten, storage_of
 
 
 class LiveBytes(DispatchMode):
-    """While active, counts bytes of tensors made inside: `now`, and `peak`, the most there ever were.
+    """While active, counts bytes of tensors made inside: `now`, and `peak`, the most there ever
+    were.
 
-    Tensors that existed before, such as parameters, do not count. Gradients do: `peak - gradients` is what a user sees as
-    activation memory.
+    Tensors that existed before, such as parameters, do not count. Gradients do: `peak - gradients`
+    is what a user sees as activation memory.
 
     Example:
         >>> with LiveBytes() as live:
@@ -50,7 +54,9 @@ class LiveBytes(DispatchMode):
         super().__init__()
         self.now = 0
         self.peak = 0
-        self._sizes: dict[int, int] = {}  # by the address of a storage, as long as it lives; 0 for one from before
+        self._sizes: dict[
+            int, int
+        ] = {}  # by the address of a storage, as long as it lives; 0 for one from before
         self._watches: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,11 +86,13 @@ class LiveBytes(DispatchMode):
 
 
 def activation_bytes(step: Callable[[], Any], leaves: Iterable[Tensor]) -> int:
-    """The most bytes of live tensors while `step()` runs a forward and a backward, less the gradients that it gives the `leaves`.
+    """The most bytes of live tensors while `step()` runs a forward and a backward, less the
+    gradients that it gives the `leaves`.
 
     Example:
         >>> net = torch.nn.Linear(4, 4)
-        >>> activation_bytes(lambda: net(torch.ones(2, 4)).tanh().sum().backward(), net.parameters()) > 0
+        >>> step = lambda: net(torch.ones(2, 4)).tanh().sum().backward()
+        >>> activation_bytes(step, net.parameters()) > 0
         True
     """
     leaves = list(leaves)
@@ -98,7 +106,8 @@ def activation_bytes(step: Callable[[], Any], leaves: Iterable[Tensor]) -> int:
 class Flops(DispatchMode):
     """While active, adds up the FLOPs of what runs inside, by torch's own formulas: `total`.
 
-    As `torch.utils.flop_counter.FlopCounterMode`, without its hooks on modules, which not every module can stand.
+    As `torch.utils.flop_counter.FlopCounterMode`, without its hooks on modules, which not every
+    module can stand.
     """
 
     supports_higher_order_operators = True
@@ -120,29 +129,41 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
 class Measurement:
     """What `step` found."""
 
-    activation_bytes: int = 0  # the most alive at once, less the gradients of the module's parameters
+    activation_bytes: int = (
+        0  # the most alive at once, less the gradients of the module's parameters
+    )
     flops: int = 0
-    evaluations: dict[str, int] = field(default_factory=dict)  # how often each function of a stack ran, forward and recompute
-    kept: dict[str, int] = field(default_factory=dict)  # bytes that forward left behind for each of them
+    evaluations: dict[str, int] = field(
+        default_factory=dict
+    )  # how often each function of a stack ran, forward and recompute
+    kept: dict[str, int] = field(
+        default_factory=dict
+    )  # bytes that forward left behind for each of them
     allocated: int | None = None  # the same as activation_bytes, by the accelerator's allocator
 
 
 def step(run: Callable[[], Any], module: nn.Module) -> Measurement:
-    """Measure `run()`, a forward and a backward of `module`: bytes and FLOPs, calls of the functions in its stacks.
+    """Measure `run()`, a forward and a backward of `module`: bytes and FLOPs, calls of the
+    functions in its stacks.
 
-    Runs it twice: once for bytes and calls, once for FLOPs, each time with gradients that were set to None before. Random states
-    and buffers go on as in two steps.
+    Runs it twice: once for bytes and calls, once for FLOPs, each time with gradients that were set
+    to None before. Random states and buffers go on as in two steps.
     """
     measured = Measurement()
     gradients = lambda: sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)  # noqa: E731
     module.zero_grad(set_to_none=True)
-    device = next((p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")), None)
+    device = next(
+        (p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")), None
+    )
     before = 0
     if device is not None:
         torch.accelerator.reset_peak_memory_stats(device)
         before = torch.accelerator.memory_allocated(device)
     entered: list[tuple[str, int]] = []
-    with LiveBytes() as live, Counting(module, lambda name: entered.append((name, live.now))) as counting:
+    with (
+        LiveBytes() as live,
+        Counting(module, lambda name: entered.append((name, live.now))) as counting,
+    ):
         run()
     measured.evaluations = counting.evaluations
     measured.activation_bytes = live.peak - gradients()
@@ -158,9 +179,13 @@ def step(run: Callable[[], Any], module: nn.Module) -> Measurement:
 
 
 class Counting:
-    """An observer (see `core.program.observers`) that counts the calls of the functions of each stack, by name."""
+    """An observer (see `core.program.observers`) that counts the calls of the functions of each
+    stack, by name.
+    """
 
-    def __init__(self, module: nn.Module, entered: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(
+        self, module: nn.Module, entered: Callable[[str], None] = lambda name: None
+    ) -> None:
         self.paths = {id(part): path for path, part in module.named_modules()}
         self.stacks: dict[int, tuple[str, Any]] = {}  # that ran: name and stack
         self.names: dict[int, str] = {}  # of steps
@@ -190,18 +215,24 @@ class Counting:
             self.names[id(step)] = self.name(stack, step)
 
     def is_mine(self, stack: Any) -> bool:
-        """Other threads may run stacks of their own. Backward may run ours in threads of its own."""
+        """Other threads may run stacks of their own. Backward may run ours in threads of
+        its own.
+        """
         return threading.get_ident() == self.thread or id(stack) in self.stacks
 
     def stack_name(self, stack: Any) -> str:
-        """Its path, or its kind and number if it is no part of the network (those of `compat`, those in a list)."""
+        """Its path, or its kind and number if it is no part of the network (those of `compat`,
+        those in a list).
+        """
         if id(stack) in self.paths:
             return self.paths[id(stack)]
         count = sum(name.split(" ")[0] == type(stack).__name__ for name, _ in self.stacks.values())
         return f"{type(stack).__name__} {count + 1}"
 
     def name(self, stack: Any, step: Step) -> str:
-        """Of a step in the whole network: by its stack, or by its function if only that is part of it."""
+        """Of a step in the whole network: by its stack, or by its function if only that is part of
+        it.
+        """
         inner = step.fn
         while id(stack) not in self.paths and hasattr(inner, "fn"):
             inner = inner.fn  # type: ignore[union-attr]

@@ -1,1 +1,3 @@
-"""`retrograd bench`: plain autograd, checkpointing, the peers that are installed, and retrograd, measured, stored and drawn."""
+"""`retrograd bench`: plain autograd, checkpointing, the peers that are installed, and retrograd,
+measured, stored and drawn.
+"""

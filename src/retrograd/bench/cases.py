@@ -1,6 +1,8 @@
-"""What is measured: one transformer, run by retrograd, by plain autograd, by checkpointing and by every peer that is installed.
+"""What is measured: one transformer, run by retrograd, by plain autograd, by checkpointing and by
+every peer that is installed.
 
-All share the same modules f and g and the same two streams, so they compute the same numbers; only who stores what differs.
+All share the same modules f and g and the same two streams, so they compute the same numbers; only
+who stores what differs.
 """
 
 from __future__ import annotations
@@ -46,19 +48,27 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, n, d = x.shape
-        q, k, v = self.qkv(self.norm(x)).view(b, n, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)  # b, heads, n, d / heads
+        q, k, v = (
+            self.qkv(self.norm(x)).view(b, n, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        )
+        y = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=self.causal
+        )  # b, heads, n, d / heads
         return self.out(y.transpose(1, 2).reshape(b, n, d))
 
 
 class FeedForward(nn.Sequential):
     def __init__(self, width: int) -> None:
-        super().__init__(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        super().__init__(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
 
 def pairs(size: Size) -> list[tuple[nn.Module, nn.Module]]:
     torch.manual_seed(0)
-    return [(Attention(size.width, size.heads), FeedForward(size.width)) for _ in range(size.blocks)]
+    return [
+        (Attention(size.width, size.heads), FeedForward(size.width)) for _ in range(size.blocks)
+    ]
 
 
 class PlainBlock(nn.Module):
@@ -78,7 +88,11 @@ class PlainBlock(nn.Module):
 class Plain(nn.Module):
     """Such blocks, one after another; or each through `remember`, which is `checkpoint`."""
 
-    def __init__(self, blocks: list[tuple[nn.Module, nn.Module]], remember: Callable[..., Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        blocks: list[tuple[nn.Module, nn.Module]],
+        remember: Callable[..., Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(PlainBlock(f, g) for f, g in blocks)
         self.remember = remember
@@ -106,7 +120,9 @@ def _memcnn(blocks: list[tuple[nn.Module, nn.Module]], **options: Any) -> nn.Mod
     import memcnn  # type: ignore[import-not-found]
 
     couple = (memcnn.AdditiveCoupling(f, g, split_dim=-1) for f, g in blocks)
-    return nn.Sequential(*(memcnn.InvertibleModuleWrapper(c, keep_input=False, **options) for c in couple))
+    return nn.Sequential(
+        *(memcnn.InvertibleModuleWrapper(c, keep_input=False, **options) for c in couple)
+    )
 
 
 def _reformer(blocks: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
@@ -119,10 +135,18 @@ CONTESTANTS: dict[str, Callable[..., nn.Module]] = {
     "plain": Plain,
     "checkpoint": lambda blocks: Plain(blocks, checkpoint),
     "retrograd": lambda blocks: rg.ReversibleSequence(blocks, streams=rg.Split()),
-    "retrograd, exact": lambda blocks: rg.ReversibleSequence(blocks, streams=rg.Split(), exact=True),
-    "retrograd, 12.5%": lambda blocks: rg.ReversibleSequence(blocks, streams=rg.Split(), memory=rg.Budget("12.5%")),
-    "retrograd, 25%": lambda blocks: rg.ReversibleSequence(blocks, streams=rg.Split(), memory=rg.Budget("25%")),
-    "retrograd, 50%": lambda blocks: rg.ReversibleSequence(blocks, streams=rg.Split(), memory=rg.Budget("50%")),
+    "retrograd, exact": lambda blocks: rg.ReversibleSequence(
+        blocks, streams=rg.Split(), exact=True
+    ),
+    "retrograd, 12.5%": lambda blocks: rg.ReversibleSequence(
+        blocks, streams=rg.Split(), memory=rg.Budget("12.5%")
+    ),
+    "retrograd, 25%": lambda blocks: rg.ReversibleSequence(
+        blocks, streams=rg.Split(), memory=rg.Budget("25%")
+    ),
+    "retrograd, 50%": lambda blocks: rg.ReversibleSequence(
+        blocks, streams=rg.Split(), memory=rg.Budget("50%")
+    ),
     "reformer-pytorch": _reformer,
     "revtorch": _revtorch,
     "revlib": _revlib,
@@ -131,7 +155,9 @@ CONTESTANTS: dict[str, Callable[..., nn.Module]] = {
 
 
 def contestants(size: Size, names: Collection[str] | None = None) -> dict[str, nn.Module]:
-    """A network for each contestant that can be imported, all with equal weights; or for plain autograd and those named."""
+    """A network for each contestant that can be imported, all with equal weights; or for plain
+    autograd and those named.
+    """
     blocks, networks = pairs(size), {}
     for name, build in CONTESTANTS.items():
         if names is not None and name not in names and name != "plain":

@@ -22,7 +22,10 @@ FULL = [
     *(replace(SHOWN, name="width", width=width) for width in (64, 256)),
     *(replace(SHOWN, name="length", batch=1024 // tokens, tokens=tokens) for tokens in (64, 1024)),
 ]
-QUICK = [replace(SHOWN, name="depth", blocks=blocks, width=64, batch=2, tokens=128) for blocks in (4, 8, 16)]
+QUICK = [
+    replace(SHOWN, name="depth", blocks=blocks, width=64, batch=2, tokens=128)
+    for blocks in (4, 8, 16)
+]
 
 
 def run(sizes: list[Size], rounds: int, names: Collection[str] | None) -> Iterator[dict[str, Any]]:
@@ -44,7 +47,15 @@ def read(path: Path) -> list[dict[str, Any]]:
     if not rows:
         raise ValueError("it is empty")
     for row in rows:
-        for key in ("contestant", "blocks", "width", "batch", "tokens", "activation_bytes", "time_ratio"):
+        for key in (
+            "contestant",
+            "blocks",
+            "width",
+            "batch",
+            "tokens",
+            "activation_bytes",
+            "time_ratio",
+        ):
             row[key]
     return rows
 
@@ -53,14 +64,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Rows of one size, as Markdown."""
     first = rows[0]
     lines = [
-        f"{first['blocks']} blocks, width {first['width']}, {first['batch']} x {first['tokens']} tokens",
+        f"{first['blocks']} blocks, width {first['width']}, {first['batch']} x {first['tokens']} "
+        "tokens",
         "| | activations, MiB | FLOPs | time | input gradient differs by |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         ratios = f"{row['flops_ratio']:.3f} | {row['time_ratio']:.2f}"
         mib = row["activation_bytes"] / MIB
-        lines.append(f"| {row['contestant']} | {mib:.1f} | {ratios} | {row['gradient_difference']:.0e} |")
+        lines.append(
+            f"| {row['contestant']} | {mib:.1f} | {ratios} | {row['gradient_difference']:.0e} |"
+        )
     return "\n".join(lines)
 
 
@@ -69,35 +83,84 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     sizes = {(r["width"], r["batch"], r["tokens"]) for r in rows}
-    by_depth = max(sizes, key=lambda size: len({r["blocks"] for r in rows if (r["width"], r["batch"], r["tokens"]) == size}))
+    by_depth = max(
+        sizes,
+        key=lambda size: len(
+            {r["blocks"] for r in rows if (r["width"], r["batch"], r["tokens"]) == size}
+        ),
+    )
     chosen = [r for r in rows if (r["width"], r["batch"], r["tokens"]) == by_depth]
     width, batch, tokens = by_depth
     shape = f"width {width}, {batch} x {tokens} tokens"
     names = list(dict.fromkeys(r["contestant"] for r in chosen))
-    figures = {"memory.svg": Figure((6, 4), layout="constrained"), "frontier.svg": Figure((6, 4), layout="constrained")}
+    figures = {
+        "memory.svg": Figure((6, 4), layout="constrained"),
+        "frontier.svg": Figure((6, 4), layout="constrained"),
+    }
     axes = figures["memory.svg"].subplots()
-    for name in (name for name in names if not name.endswith(("%", "exact"))):  # a share of plain grows as plain does
-        points = sorted((r["blocks"], r["activation_bytes"] / MIB) for r in chosen if r["contestant"] == name)
-        axes.plot(*zip(*points), marker="o", markersize=3, label=name, linewidth=2.5 if name == "retrograd" else 1)
-    axes.set(title=f"Activation memory against depth ({shape})", xlabel="blocks", ylabel="MiB", xscale="log", yscale="log")
-    axes.set_xticks(sorted({r["blocks"] for r in chosen}), [str(blocks) for blocks in sorted({r["blocks"] for r in chosen})])
+    for name in (
+        name for name in names if not name.endswith(("%", "exact"))
+    ):  # a share of plain grows as plain does
+        points = sorted(
+            (r["blocks"], r["activation_bytes"] / MIB) for r in chosen if r["contestant"] == name
+        )
+        axes.plot(
+            *zip(*points),
+            marker="o",
+            markersize=3,
+            label=name,
+            linewidth=2.5 if name == "retrograd" else 1,
+        )
+    axes.set(
+        title=f"Activation memory against depth ({shape})",
+        xlabel="blocks",
+        ylabel="MiB",
+        xscale="log",
+        yscale="log",
+    )
+    axes.set_xticks(
+        sorted({r["blocks"] for r in chosen}),
+        [str(blocks) for blocks in sorted({r["blocks"] for r in chosen})],
+    )
     axes.minorticks_off()
     deepest = max(r["blocks"] for r in chosen)
     last = [r for r in chosen if r["blocks"] == deepest]
     axes = figures["frontier.svg"].subplots()
-    ours = [r for r in last if r["contestant"] in ("retrograd", "plain") or r["contestant"].endswith("%")]
-    axes.plot(*zip(*sorted((r["activation_bytes"] / MIB, r["time_ratio"]) for r in ours)), color="gray", linewidth=1)
+    ours = [
+        r
+        for r in last
+        if r["contestant"] in ("retrograd", "plain") or r["contestant"].endswith("%")
+    ]
+    axes.plot(
+        *zip(*sorted((r["activation_bytes"] / MIB, r["time_ratio"]) for r in ours)),
+        color="gray",
+        linewidth=1,
+    )
     for r in last:
-        axes.plot(r["activation_bytes"] / MIB, r["time_ratio"], "o" if r in ours else "x", label=r["contestant"])
+        axes.plot(
+            r["activation_bytes"] / MIB,
+            r["time_ratio"],
+            "o" if r in ours else "x",
+            label=r["contestant"],
+        )
     axes.set(
-        title=f"Time against memory ({deepest} blocks, {shape})", xlabel="MiB", ylabel="time of a step, plain = 1", xscale="log"
+        title=f"Time against memory ({deepest} blocks, {shape})",
+        xlabel="MiB",
+        ylabel="time of a step, plain = 1",
+        xscale="log",
     )
     paths = []
     for name, figure in figures.items():
         for axes in figure.axes:
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+        figure.legend(
+            *figure.axes[0].get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=3,
+            frameon=False,
+            fontsize=8,
+        )
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(folder / name, metadata={"Date": None})
         paths.append(folder / name)

@@ -1,7 +1,8 @@
-"""Measuring a training step of each contestant, in turn, in one process. Rows of figures, and nothing else.
+"""Measuring a training step of each contestant, in turn, in one process. Rows of figures, and
+nothing else.
 
-Bytes and FLOPs are exact. Times are not, on a shared machine: they are medians, given as ratios to plain autograd, of steps
-that were run in turn, so that whatever slows one down slows down all.
+Bytes and FLOPs are exact. Times are not, on a shared machine: they are medians, given as ratios to
+plain autograd, of steps that were run in turn, so that whatever slows one down slows down all.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def flops(network: nn.Module, x: Tensor) -> int:
 
 
 def difference(network: nn.Module, reference: nn.Module, x: Tensor) -> float:
-    """The largest difference between the input gradients of two networks, relative to the largest gradient."""
+    """The largest difference between the input gradients of two networks, relative to the largest
+    gradient.
+    """
     gradients = []
     for net in (reference, network):
         net.zero_grad(set_to_none=True)
@@ -67,7 +70,9 @@ def fits(network: nn.Module, x: Tensor) -> bool:
 
 
 def measure(size: Size, rounds: int, names: Collection[str] | None = None) -> list[dict[str, Any]]:
-    """A row for each contestant that is installed, or for those named. Plain autograd always takes part: ratios are to it."""
+    """A row for each contestant that is installed, or for those named. Plain autograd always takes
+    part: ratios are to it.
+    """
     x, networks = example(size), contestants(size, names)
     networks = {name: network for name, network in networks.items() if fits(network, x)}
     times: dict[str, list[float]] = {name: [] for name in networks}

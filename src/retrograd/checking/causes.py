@@ -18,7 +18,10 @@ from retrograd.core.updates import TRUSTED, Additive
 
 LEAVE_ALONE = "leave it alone in recompute: `if not rg.is_recomputing(): ...`"
 AS_ARGUMENT = "pass it as a keyword argument of the stack, which is the same both times"
-DRAW = f"draw with torch, whose generators are replayed; or draw outside of the stack, and {AS_ARGUMENT}."
+DRAW = (
+    "draw with torch, whose generators are replayed; or draw outside of the stack, and "
+    f"{AS_ARGUMENT}."
+)
 
 
 @dataclass
@@ -37,7 +40,9 @@ class Seen:
     drift: list[Drift] = field(default_factory=list)
     alone: dict[tuple[str, int], dict[str, Gap]] = field(default_factory=dict)
     evidence: list[Evidence] = field(default_factory=list)
-    narrow: dict[str, float] = field(default_factory=dict)  # by stack: the largest epsilon of what its functions compute in
+    narrow: dict[str, float] = field(
+        default_factory=dict
+    )  # by stack: the largest epsilon of what its functions compute in
 
 
 def problems(seen: Seen) -> list[Problem]:
@@ -56,8 +61,17 @@ def problems(seen: Seen) -> list[Problem]:
 
 def _nothing() -> Problem:
     what = "no stack of retrograd ran, so there was nothing to check."
-    cause = "the network has none, or does not call it for these arguments (those of compat do not, up to reverse_thres)."
-    return Problem("nothing", "the network", what, cause, "check a network that calls an rg.ReversibleSequence or rg.Reversible.")
+    cause = (
+        "the network has none, or does not call it for these arguments (those of compat do "
+        "not, up to reverse_thres)."
+    )
+    return Problem(
+        "nothing",
+        "the network",
+        what,
+        cause,
+        "check a network that calls an rg.ReversibleSequence or rg.Reversible.",
+    )
 
 
 # --- functions
@@ -77,13 +91,20 @@ def _functions(seen: Seen) -> Iterator[Problem]:
 def _faults(evidence: Evidence, limit: float) -> Iterator[tuple[str, str, str, str, str]]:
     """Kind, what, cause, fix, and what makes faults of several functions the same one."""
     if evidence.edits_input:
-        cause = "it writes to its input through .data, NumPy or another view that autograd does not count."
+        cause = (
+            "it writes to its input through .data, NumPy or another view that autograd does "
+            "not count."
+        )
         fix = "use the out-of-place operation, or start the function with x.clone()."
         yield "input", "changed its input in place.", cause, fix, ""
     if evidence.raised is not None:
         yield "determinism", f"raised when it ran again: {evidence.raised}", *_cause(evidence)
     elif evidence.excess > 1 or (evidence.differs and not limit):
-        size = f"{evidence.differs:.1e} of its size off" if math.isfinite(evidence.differs) else "of another shape, or all of it"
+        size = (
+            f"{evidence.differs:.1e} of its size off"
+            if math.isfinite(evidence.differs)
+            else "of another shape, or all of it"
+        )
         what = f"returned something else when it ran again on the same input: {size}."
         yield "determinism", what, *_cause(evidence)
     elif evidence.changed:
@@ -92,11 +113,20 @@ def _faults(evidence: Evidence, limit: float) -> Iterator[tuple[str, str, str, s
 
 
 def _cause(evidence: Evidence) -> tuple[str, str, str]:
-    """Why a function probably did something else the second time, the fix, and a key for the same reason elsewhere."""
+    """Why a function probably did something else the second time, the fix, and a key for the same
+    reason elsewhere.
+    """
     if evidence.reads_target is not None:
         path = _own(evidence.reads_target, evidence.name)
-        cause = f"it reads its own target, the stream that it updates, through `{path}`; in recompute another value is there."
-        fix = "let it read a stream (rg.Update(..., reads=(...))) or a keyword argument, never its target."
+        cause = (
+            f"it reads its own target, the stream that it updates, through `{path}`; in "
+            "recompute another value is there."
+        )
+        fix = (
+            "let it read a stream (rg.Update(..., reads=(...))) or a keyword argument, never "
+            "its "
+            "target."
+        )
         return cause, fix, f"target {path}"
     if evidence.draws:
         source = " and ".join(sorted(evidence.draws))
@@ -111,20 +141,39 @@ def _cause(evidence: Evidence) -> tuple[str, str, str]:
             f"ask once, outside of the stack, and {AS_ARGUMENT}.",
             str(sources),
         )
-    cause = "state that was not found: a kernel that is not deterministic, a file, a thread, an object out of reach."
-    fix = "torch.use_deterministic_algorithms(True) shows kernels that are not; memory=rg.Keep() does not recompute."
+    cause = (
+        "state that was not found: a kernel that is not deterministic, a file, a thread, an "
+        "object out of reach."
+    )
+    fix = (
+        "torch.use_deterministic_algorithms(True) shows kernels that are not; memory=rg.Keep() "
+        "does not recompute."
+    )
     return cause, fix, "unknown"
 
 
 def _of_change(change: Change) -> tuple[str, str]:
     text = change.text
     if change.kind == "cache":
-        return f"a cache that grows on each call, also in recompute: {text}.", f"{LEAVE_ALONE}; or {AS_ARGUMENT}."
+        return (
+            f"a cache that grows on each call, also in recompute: {text}.",
+            f"{LEAVE_ALONE}; or {AS_ARGUMENT}.",
+        )
     if change.kind == "random":
-        fix = "use a torch.Generator that is an attribute of the module or a keyword argument, which is replayed; or draw "
-        return f"a random generator that nobody replays: {text}.", f"{fix}outside of the stack, and {AS_ARGUMENT}."
+        fix = (
+            "use a torch.Generator that is an attribute of the module or a keyword argument, "
+            "which is replayed; or draw "
+        )
+        return (
+            f"a random generator that nobody replays: {text}.",
+            f"{fix}outside of the stack, and {AS_ARGUMENT}.",
+        )
     if change.kind == "tensor" and "another tensor" in text:
-        return f"it leaves a tensor behind, and recompute overwrites it with that of another call: {text}.", f"{LEAVE_ALONE}."
+        return (
+            "it leaves a tensor behind, and recompute overwrites it with that of another call: "
+            f"{text}.",
+            f"{LEAVE_ALONE}.",
+        )
     if change.kind == "tensor":
         cause = f"a buffer outside the module tree, which is updated again in recompute: {text}."
         return cause, f"register it: self.register_buffer(name, tensor); or {LEAVE_ALONE}."
@@ -152,16 +201,46 @@ def _couplings(seen: Seen) -> Iterator[Problem]:
                     if gap.relative > worst.get(coupling, (0.0,))[0]:
                         worst[coupling] = gap.relative, name, step.coupling
     for name, (relative, where, coupling) in worst.items():
-        what = f"undoing it with {name} misses the stream by {relative:.1e} of its size, though its function did the same again."
+        what = (
+            f"undoing it with {name} misses the stream by {relative:.1e} of its size, though "
+            "its function did the same again."
+        )
         if isinstance(coupling, Additive):
-            cause = "values in the stream, or added to it, are so large that the sum rounds away what was there."
-            yield Problem("coupling", where, what, cause, "normalise them; exact=True or stream_dtype=torch.float64.")
+            cause = (
+                "values in the stream, or added to it, are so large that the sum rounds away "
+                "what was there."
+            )
+            yield Problem(
+                "coupling",
+                where,
+                what,
+                cause,
+                "normalise them; exact=True or stream_dtype=torch.float64.",
+            )
         elif isinstance(coupling, TRUSTED):
-            cause = "undoing enlarges rounding errors: by exp(limit) for rg.Affine(limit), by 1 / gamma for rg.Momentum(gamma)."
-            yield Problem("coupling", where, what, cause, "use rg.Additive(), a smaller limit or a larger gamma.")
+            cause = (
+                "undoing enlarges rounding errors: by exp(limit) for rg.Affine(limit), by 1 / "
+                "gamma for rg.Momentum(gamma)."
+            )
+            yield Problem(
+                "coupling",
+                where,
+                what,
+                cause,
+                "use rg.Additive(), a smaller limit or a larger gamma.",
+            )
         else:
-            cause = f"{name}.inverse(y, out) is not the inverse of {name}.forward(x, out), or enlarges rounding errors."
-            yield Problem("coupling", where, what, cause, "solve forward for x in inverse, and keep factors away from zero.")
+            cause = (
+                f"{name}.inverse(y, out) is not the inverse of {name}.forward(x, out), or "
+                "enlarges rounding errors."
+            )
+            yield Problem(
+                "coupling",
+                where,
+                what,
+                cause,
+                "solve forward for x in inverse, and keep factors away from zero.",
+            )
 
 
 def _drift(seen: Seen, explained: bool) -> list[Problem]:
@@ -169,76 +248,129 @@ def _drift(seen: Seen, explained: bool) -> list[Problem]:
     if not beyond:
         return []
     first = max(beyond, key=lambda drift: drift.update)  # as backward goes
-    worst = max(beyond, key=lambda drift: drift.relative if math.isfinite(drift.relative) else math.inf)
+    worst = max(
+        beyond, key=lambda drift: drift.relative if math.isfinite(drift.relative) else math.inf
+    )
     stack = next(stack for stack in seen.stacks if stack.name == first.stack)
     what = (
-        f"stream {first.stream!r} is off by {first.relative:.1e} of its size when it has been rebuilt to here, and by "
-        f"{worst.relative:.1e} before {worst.name}; healthy networks of this dtype stay below {seen.limit:.0e}."
+        f"stream {first.stream!r} is off by {first.relative:.1e} of its size when it has been "
+        "rebuilt to here, and by "
+        f"{worst.relative:.1e} before {worst.name}; healthy networks of this dtype stay below "
+        f"{seen.limit:.0e}."
     )
-    cause, fix = ("it follows from the problems above.", "solve them first.") if explained else _cause_of_drift(stack, seen)
+    cause, fix = (
+        ("it follows from the problems above.", "solve them first.")
+        if explained
+        else _cause_of_drift(stack, seen)
+    )
     return [Problem("drift", first.name, what, cause, fix)]
 
 
 def _cause_of_drift(stack: Stack, seen: Seen) -> tuple[str, str]:
-    gaps = [gap for (name, _), gaps in seen.alone.items() if name == stack.name for gap in gaps.values()]
+    gaps = [
+        gap for (name, _), gaps in seen.alone.items() if name == stack.name for gap in gaps.values()
+    ]
     narrow = next((gap.dtype for gap in gaps if gap.dtype in (torch.bfloat16, torch.float16)), None)
     if narrow is not None:
         kind = str(narrow).removeprefix("torch.")
         return (
-            f"the streams are {kind}: every update that is undone rounds by {torch.finfo(narrow).eps:.0e}, and it adds up.",
-            "leave out stream_dtype, so that streams are float32 while functions compute as before; or exact=True.",
+            f"the streams are {kind}: every update that is undone rounds by "
+            f"{torch.finfo(narrow).eps:.0e}, and it adds up.",
+            "leave out stream_dtype, so that streams are float32 while functions compute as "
+            "before; or exact=True.",
         )
     couplings = {type(step.coupling).__name__ for step in stack.program} - {"Additive", "OnGrid"}
     if couplings:
         return (
-            f"{', '.join(sorted(couplings))} multiplies, and undoing it enlarges rounding errors with every update.",
-            "memory=rg.Anchor(every=16) bounds it; stream_dtype=torch.float64 makes it small; rg.Additive(), exact=True: none.",
+            f"{', '.join(sorted(couplings))} multiplies, and undoing it enlarges rounding errors "
+            "with every update.",
+            "memory=rg.Anchor(every=16) bounds it; stream_dtype=torch.float64 makes it small; "
+            "rg.Additive(), exact=True: none.",
         )
     if stack.module.precision.grid is not None:
         return (
-            "with exact=True nothing may be off: a function gave another output for the same input.",
+            "with exact=True nothing may be off: a function gave another output for the same "
+            "input.",
             "torch.use_deterministic_algorithms(True) shows kernels that are not.",
         )
     if seen.narrow.get(stack.name, 0.0) > 1e-4:
         return (
-            "functions compute in half precision: an input that is a little off comes out another number of theirs.",
+            "functions compute in half precision: an input that is a little off comes out another "
+            "number of theirs.",
             "exact=True, which restores every bit; memory=rg.Anchor(every=16) bounds it.",
         )
     return (
         "undoing an update rounds, the functions enlarge the error, and it grows with depth.",
-        "exact=True restores every bit; stream_dtype=torch.float64 makes it small; memory=rg.Anchor(every=16) bounds it.",
+        "exact=True restores every bit; stream_dtype=torch.float64 makes it small; "
+        "memory=rg.Anchor(every=16) bounds it.",
     )
 
 
 def _gradients(seen: Seen, explained: bool) -> list[Problem]:
-    wrong = {name: off for name, off in seen.gradients.items() if not off <= max(seen.limit, 4 * seen.noise.get(name, 0.0))}
+    wrong = {
+        name: off
+        for name, off in seen.gradients.items()
+        if not off <= max(seen.limit, 4 * seen.noise.get(name, 0.0))
+    }
     if not wrong:
         return []
     name = max(wrong, key=lambda name: wrong[name] if not math.isnan(wrong[name]) else math.inf)
     what = f"its gradient is off by {wrong[name]:.1e} of its size; the limit is {seen.limit:.0e}."
     if explained:
-        return [Problem("gradients", f"{name}{_more(wrong)}", what, "it follows from the problems above.", "solve them first.")]
+        return [
+            Problem(
+                "gradients",
+                f"{name}{_more(wrong)}",
+                what,
+                "it follows from the problems above.",
+                "solve them first.",
+            )
+        ]
     drifted = max(seen.drift, key=lambda drift: drift.relative, default=None)
     if drifted is not None and drifted.relative > seen.limit / 10:
         stack = next(stack for stack in seen.stacks if stack.name == drifted.stack)
         return [Problem("gradients", f"{name}{_more(wrong)}", what, *_cause_of_drift(stack, seen))]
     cause = (
-        "a choice inside a function (top-k, argmax, hashing, a threshold) that the rounding of rebuilt streams turned over; or a "
+        "a choice inside a function (top-k, argmax, hashing, a threshold) that the rounding of "
+        "rebuilt streams turned over; or a "
         "gradient that is zero but for rounding."
     )
-    return [Problem("gradients", f"{name}{_more(wrong)}", what, cause, "exact=True restores every bit, and so every choice.")]
+    return [
+        Problem(
+            "gradients",
+            f"{name}{_more(wrong)}",
+            what,
+            cause,
+            "exact=True restores every bit, and so every choice.",
+        )
+    ]
 
 
 def _noise(seen: Seen, explained: bool) -> list[Problem]:
     """Plain autograd has to agree with itself before anything can be compared with it."""
-    noisy = {name: off for name, off in seen.noise.items() if not off <= seen.limit} if seen.limit else {}
+    noisy = (
+        {name: off for name, off in seen.noise.items() if not off <= seen.limit}
+        if seen.limit
+        else {}
+    )
     if not noisy:
         return []
     name = max(noisy, key=lambda name: noisy[name] if not math.isnan(noisy[name]) else math.inf)
-    what = f"two steps of plain autograd differ by {noisy[name]:.1e} of its size, so no gradient can be compared with them."
-    cause = "it follows from the problems above." if explained else "something outside of the stacks is not the same each time."
+    what = (
+        f"two steps of plain autograd differ by {noisy[name]:.1e} of its size, so no gradient "
+        "can be compared with them."
+    )
+    cause = (
+        "it follows from the problems above."
+        if explained
+        else "something outside of the stacks is not the same each time."
+    )
     fix = "seed it, or pass it as an argument: check takes the same step again and again."
-    return [Problem("noise", f"{name}{_more(noisy)}", what, cause, "solve them first." if explained else fix)]
+    return [
+        Problem(
+            "noise", f"{name}{_more(noisy)}", what, cause, "solve them first." if explained else fix
+        )
+    ]
 
 
 def _more(found: Sized) -> str:
@@ -250,7 +382,11 @@ def _buffers(seen: Seen, explained: bool) -> list[Problem]:
     if not wrong:
         return []
     what = f"after a step it is {seen.buffers[wrong[0]]:.1e} off what plain autograd leaves."
-    cause = "it follows from the problems above." if explained else "a function updates it where the engine does not see it."
+    cause = (
+        "it follows from the problems above."
+        if explained
+        else "a function updates it where the engine does not see it."
+    )
     fix = f"register it in the module that updates it; or {LEAVE_ALONE}."
     return [Problem("buffers", f"{wrong[0]}{_more(wrong)}", what, cause, fix)]
 
@@ -261,8 +397,15 @@ def _random(seen: Seen) -> list[Problem]:
         return []
     what = "after a step it is not where plain autograd leaves it."
     drawing = [evidence.name for evidence in seen.evidence if set(wrong) & evidence.draws]
-    cause = f"{drawing[0]} draws from it, in forward and again in recompute." if drawing else "recompute draws from it."
-    own = "make it an attribute of the function's module, or a keyword argument: there it is found, and replayed."
+    cause = (
+        f"{drawing[0]} draws from it, in forward and again in recompute."
+        if drawing
+        else "recompute draws from it."
+    )
+    own = (
+        "make it an attribute of the function's module, or a keyword argument: there it is "
+        "found, and replayed."
+    )
     return [Problem("random", ", ".join(wrong), what, cause, DRAW if drawing else own)]
 
 
@@ -286,7 +429,11 @@ def _of_error(error: Exception, explained: bool) -> Problem:
         word, _, text = line.strip().partition(": ")
         if text:
             said[word] = text
-    cause = said.get("Why") or said.get("Usual causes") or "it came up only when the network ran reversed."
+    cause = (
+        said.get("Why")
+        or said.get("Usual causes")
+        or "it came up only when the network ran reversed."
+    )
     if isinstance(error, BudgetError):
         cause = "what the stack needs in any case is more than the budget allows."
     if explained:
@@ -296,18 +443,29 @@ def _of_error(error: Exception, explained: bool) -> Problem:
     if isinstance(error, InPlaceError) and "changed its input" in first:
         kind = "input"
     ours = isinstance(error, RetrogradError)
-    return Problem(kind, "a reversed step" if not ours else "a step", f"{type(error).__name__}: {first}", cause, fix)
+    return Problem(
+        kind,
+        "a reversed step" if not ours else "a step",
+        f"{type(error).__name__}: {first}",
+        cause,
+        fix,
+    )
 
 
-def relative(now: dict[str, torch.Tensor], then: dict[str, torch.Tensor], floor: float) -> dict[str, float]:
-    """The largest difference of each tensor, relative to its largest value, or to the floor where that is larger.
+def relative(
+    now: dict[str, torch.Tensor], then: dict[str, torch.Tensor], floor: float
+) -> dict[str, float]:
+    """The largest difference of each tensor, relative to its largest value, or to the floor where
+    that is larger.
 
     What is the same infinity in both, or NaN in both, does not differ.
     """
     found = {}
     for name in {**then, **now}:
         a, b = now.get(name), then.get(name)
-        found[name] = math.inf if a is None or b is None or a.shape != b.shape else _difference(a, b, floor)
+        found[name] = (
+            math.inf if a is None or b is None or a.shape != b.shape else _difference(a, b, floor)
+        )
     return found
 
 

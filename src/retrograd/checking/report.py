@@ -17,7 +17,8 @@ from retrograd.budget import MIB, human
 class Problem:
     """Something that is wrong, what it probably comes from, and what to type."""
 
-    kind: str  # determinism, state, input, coupling, error, noise, drift, gradients, buffers, random, nothing
+    # determinism, state, input, coupling, error, noise, drift, gradients, buffers, random, nothing
+    kind: str
     where: str
     what: str
     cause: str
@@ -51,7 +52,9 @@ class Drift:
 
 @dataclass(frozen=True)
 class Course:
-    """Bytes of activations and gradients over the course of a step; the first `forward` points are of forward."""
+    """Bytes of activations and gradients over the course of a step; the first `forward` points are
+    of forward.
+    """
 
     bytes: tuple[int, ...]
     forward: int
@@ -78,14 +81,24 @@ class Report:
     problems: tuple[Problem, ...] = ()
     stacks: tuple[Stack, ...] = ()
     limit: float = 0.0  # of differences of gradients, and of drift, by the narrowest dtype in play
-    gradients: dict[str, float] = field(default_factory=dict)  # relative difference, by parameter and input
+    gradients: dict[str, float] = field(
+        default_factory=dict
+    )  # relative difference, by parameter and input
     noise: float = 0.0  # the largest difference between two kept runs
     drift: tuple[Drift, ...] = ()
-    determinism: dict[str, float] = field(default_factory=dict)  # by function: relative difference; 0 means the same bits
+    determinism: dict[str, float] = field(
+        default_factory=dict
+    )  # by function: relative difference; 0 means the same bits
     state: tuple[str, ...] = ()  # Python state that recompute changed
-    buffers: dict[str, float] = field(default_factory=dict)  # by name: relative difference to what plain leaves
-    random: dict[str, bool] = field(default_factory=dict)  # by generator: whether it is left where plain leaves it
-    evaluations: dict[str, tuple[int, int]] = field(default_factory=dict)  # by function: in a kept step, in a reversed one
+    buffers: dict[str, float] = field(
+        default_factory=dict
+    )  # by name: relative difference to what plain leaves
+    random: dict[str, bool] = field(
+        default_factory=dict
+    )  # by generator: whether it is left where plain leaves it
+    evaluations: dict[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # by function: in a kept step, in a reversed one
     peak: Both | None = None  # bytes of activations: the most at once, less gradients
     seconds: Both | None = None
     course: tuple[Course, Course] | None = None  # kept, reversed
@@ -102,7 +115,12 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """The report in plain types."""
-        return {"ok": self.ok, **asdict(self), "peak": _pair(self.peak), "seconds": _pair(self.seconds)}
+        return {
+            "ok": self.ok,
+            **asdict(self),
+            "peak": _pair(self.peak),
+            "seconds": _pair(self.seconds),
+        }
 
     def to_json(self) -> str:
         """The report as JSON. What is not finite is a string: "nan", "inf"."""
@@ -116,13 +134,23 @@ class Report:
         lines += _aligned([("", "kept", "reversed", ""), *figures]) + [""] if figures else []
         lines += _aligned(findings)
         for number, problem in enumerate(self.problems, 1):
-            lines += ["", *(f"{f'{number}. ' if not i else '   '}{line}" for i, line in enumerate(str(problem).splitlines()))]
+            lines += [
+                "",
+                *(
+                    f"{f'{number}. ' if not i else '   '}{line}"
+                    for i, line in enumerate(str(problem).splitlines())
+                ),
+            ]
         return "\n".join(lines)
 
     def verdict(self) -> str:
         count = len(self.problems)
         if self.ok:
-            where = " wherever these are finite" if any("not all finite" in note for note in self.notes) else ""
+            where = (
+                " wherever these are finite"
+                if any("not all finite" in note for note in self.notes)
+                else ""
+            )
             return f"retrograd check: ok. Gradients and state are those of plain autograd{where}."
         return f"retrograd check: {count} problem{'s' if count > 1 else ''}."
 
@@ -131,13 +159,20 @@ class Report:
         for stack in self.stacks:
             name = stack.kind if stack.name == stack.kind else f"{stack.name}: {stack.kind}"
             yield f"{name}, {stack.updates} updates, {stack.streams}, {stack.memory}"
-        yield f"in {'train' if self.training else 'eval'} mode; " + ", ".join(f"{k} {v}" for k, v in self.versions.items())
+        yield f"in {'train' if self.training else 'eval'} mode; " + ", ".join(
+            f"{k} {v}" for k, v in self.versions.items()
+        )
         yield from self.notes
 
     def figures(self) -> Iterator[tuple[str, str, str, str]]:
         """Rows of the first table: what, kept, reversed, ratio."""
         if self.peak is not None:
-            yield "activations", human(self.peak.kept), human(self.peak.reversed), f"{self.peak.ratio:.3f}"
+            yield (
+                "activations",
+                human(self.peak.kept),
+                human(self.peak.reversed),
+                f"{self.peak.ratio:.3f}",
+            )
         if self.seconds is not None:
             kept, reversed_ = (f"{1000 * s:.3g} ms" for s in self.seconds)
             yield "time of a step", kept, reversed_, f"{self.seconds.ratio:.2f}"
@@ -149,27 +184,48 @@ class Report:
         """Rows of the second table: what was compared, the verdict, the figure."""
         if self.gradients:
             name, worst = _worst(self.gradients)
-            most = f"at most {worst:.1e} off ({name}), limit {self.limit:.0e}" if worst else "the same bits"
+            most = (
+                f"at most {worst:.1e} off ({name}), limit {self.limit:.0e}"
+                if worst
+                else "the same bits"
+            )
             text = f"{len(self.gradients)} of parameters and inputs: {most}"
             if self._has("noise"):
-                yield "gradients", "?", f"cannot be judged: plain autograd is {self.noise:.1e} off itself"
+                yield (
+                    "gradients",
+                    "?",
+                    f"cannot be judged: plain autograd is {self.noise:.1e} off itself",
+                )
             else:
                 yield self._row("gradients", "gradients", text)
         if self.drift:
             worst = max(self.drift, key=lambda drift: _order(drift.relative))
-            text = f"rebuilt streams: at most {worst.relative:.1e} off ({worst.stream!r} before {worst.name})"
-            yield self._row("drift", "drift", text if worst.relative else "rebuilt streams: the same bits")
+            text = (
+                f"rebuilt streams: at most {worst.relative:.1e} off ({worst.stream!r} before "
+                f"{worst.name})"
+            )
+            yield self._row(
+                "drift", "drift", text if worst.relative else "rebuilt streams: the same bits"
+            )
         if self.determinism:
             name, worst = _worst(self.determinism)
             text = f"{len(self.determinism)} functions run again on the same input: "
             text += f"up to {worst:.1e} off ({name})" if worst else "the same bits"
             yield self._row("determinism", "determinism", text)
-            text = f"changed by recompute: {self.state[0]}" if self.state else "left alone by recompute"
+            text = (
+                f"changed by recompute: {self.state[0]}"
+                if self.state
+                else "left alone by recompute"
+            )
             yield "Python state", "WRONG" if self.state else "ok", text
         if self.gradients:
             wrong = [name for name, off in self.buffers.items() if off]
             text = f"{len(self.buffers)}, as plain leaves them" if self.buffers else "none"
-            yield self._row("buffers", "buffers", text if not wrong else f"not as plain leaves them: {', '.join(wrong[:3])}")
+            yield self._row(
+                "buffers",
+                "buffers",
+                text if not wrong else f"not as plain leaves them: {', '.join(wrong[:3])}",
+            )
             wrong = [name for name, same in self.random.items() if not same]
             text = f"{len(self.random)} generators, left where plain leaves them"
             text = f"elsewhere than plain leaves it: {', '.join(wrong[:3])}" if wrong else text
@@ -193,9 +249,17 @@ class Report:
         if self.problems:
             rows = [(p.where, p.what, p.cause, p.fix) for p in self.problems]
             parts.append(_table([("where", "what", "likely cause", "fix"), *rows], head=True))
-        worst = sorted(((n, off) for n, off in self.gradients.items() if off), key=lambda item: -_order(item[1]))[:10]
+        worst = sorted(
+            ((n, off) for n, off in self.gradients.items() if off),
+            key=lambda item: -_order(item[1]),
+        )[:10]
         if worst:
-            parts.append(_table([("gradient", "relative difference"), *((n, f"{off:.1e}") for n, off in worst)], head=True))
+            parts.append(
+                _table(
+                    [("gradient", "relative difference"), *((n, f"{off:.1e}") for n, off in worst)],
+                    head=True,
+                )
+            )
         with contextlib.suppress(ImportError):
             parts.append(self._svg())
         return "".join(parts)
@@ -210,7 +274,8 @@ class Report:
     # --- as a picture
 
     def plot(self, path: Any = None) -> Any:
-        """Bytes over the course of a step, reversed against kept, and drift against depth. Returns the figure; saves it too.
+        """Bytes over the course of a step, reversed against kept, and drift against depth. Returns
+        the figure; saves it too.
 
         Needs matplotlib.
         """
@@ -221,30 +286,52 @@ class Report:
         figure = Figure(figsize=(10, 4), layout="constrained")
         memory, drift = figure.subplots(1, 2)
         if self.course is not None and self.peak is not None:
-            for name, colour, course, peak in zip(("kept", "reversed"), ("#8c959f", "#0969da"), self.course, self.peak):
+            for name, colour, course, peak in zip(
+                ("kept", "reversed"), ("#8c959f", "#0969da"), self.course, self.peak
+            ):
                 x = [_progress(i, course) for i in range(len(course.bytes))]
                 y = [b / MIB for b in course.bytes]
-                memory.plot(x, y, color=colour, label=f"{name}: {human(peak)} at most, less gradients")
+                memory.plot(
+                    x, y, color=colour, label=f"{name}: {human(peak)} at most, less gradients"
+                )
                 memory.fill_between(x, y, color=colour, alpha=0.15, linewidth=0)
             memory.axvline(1, color="gray", linewidth=0.5)
-            top = 1.3 * max(max(course.bytes, default=1) for course in self.course) / MIB  # with room for the legend
-            memory.set(xticks=[0.5, 1.5], xlim=(0, 2), ylim=(0, top), ylabel="MiB of activations and gradients")
+            top = (
+                1.3 * max(max(course.bytes, default=1) for course in self.course) / MIB
+            )  # with room for the legend
+            memory.set(
+                xticks=[0.5, 1.5],
+                xlim=(0, 2),
+                ylim=(0, top),
+                ylabel="MiB of activations and gradients",
+            )
             memory.set_xticklabels(["forward", "backward"])
             memory.tick_params(axis="x", length=0)
             memory.set_title("memory over the course of one step")
             memory.legend(frameon=False, loc="upper left")
         for name, points in self._lines():
-            drift.plot([p.update for p in points], [p.relative or math.nan for p in points], label=name)  # no zero on a log axis
+            drift.plot(
+                [p.update for p in points], [p.relative or math.nan for p in points], label=name
+            )  # no zero on a log axis
         if self.drift:
             if self.limit:
                 drift.axhline(self.limit, color="gray", linewidth=0.5, linestyle="--")
-            drift.set(yscale="log", xlabel="update that backward has rebuilt the streams to", ylabel="relative error")
+            drift.set(
+                yscale="log",
+                xlabel="update that backward has rebuilt the streams to",
+                ylabel="relative error",
+            )
             values = [p.relative for p in self.drift if 0 < p.relative < math.inf] or [1e-16]
             drift.set_ylim(min(values) / 3, max([*values, self.limit]) * 3)
             if not any(p.relative for p in self.drift):
-                drift.text(0.5, 0.5, "no drift: the same bits", transform=drift.transAxes, ha="center")
+                drift.text(
+                    0.5, 0.5, "no drift: the same bits", transform=drift.transAxes, ha="center"
+                )
             drift.invert_xaxis()  # the way that backward goes
-            drift.set_title("drift of rebuilt streams" + (f" (dashed: limit {self.limit:.0e})" if self.limit else ""))
+            drift.set_title(
+                "drift of rebuilt streams"
+                + (f" (dashed: limit {self.limit:.0e})" if self.limit else "")
+            )
             drift.legend(frameon=False)
         for axes in (memory, drift):
             axes.spines[["top", "right"]].set_visible(False)
@@ -257,7 +344,10 @@ class Report:
         lines: dict[tuple[str, str], list[Drift]] = {}
         for point in self.drift:
             lines.setdefault((point.stack, point.stream), []).append(point)
-        return [(f"{stack}, {stream}" if several else stream, points) for (stack, stream), points in lines.items()]
+        return [
+            (f"{stack}, {stream}" if several else stream, points)
+            for (stack, stream), points in lines.items()
+        ]
 
 
 def thinned(bytes_: Sequence[int], forward: int, most: int = 400) -> Course:
@@ -298,15 +388,24 @@ def _finite(value: Any) -> Any:
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
-    return ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return [
+        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip()
+        for row in rows
+    ]
 
 
 def _table(rows: Sequence[Sequence[str]], head: bool = False) -> str:
     def cells(row: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f'<{tag} style="{style(cell)}">{html.escape(cell)}</{tag}>' for cell in row) + "</tr>"
+        return (
+            "<tr>"
+            + "".join(f'<{tag} style="{style(cell)}">{html.escape(cell)}</{tag}>' for cell in row)
+            + "</tr>"
+        )
 
     def style(cell: str) -> str:
-        colour = {"ok": "; color:#1a7f37", "WRONG": "; color:#cf222e; font-weight:bold"}.get(cell, "")
+        colour = {"ok": "; color:#1a7f37", "WRONG": "; color:#cf222e; font-weight:bold"}.get(
+            cell, ""
+        )
         return f"text-align:left; padding:2px 12px 2px 0{colour}"
 
     return (

@@ -1,7 +1,8 @@
 """Running one step of a network again and again, from the same state: reversed, kept, and watched.
 
 The engine lets an observer choose the memory mode of every stack and make every call of a function
-(`core.program.observers`), and a plan may bring its own waypoints. So the network runs as it is written; nothing is replaced.
+(`core.program.observers`), and a plan may bring its own waypoints. So the network runs as it is
+written; nothing is replaced.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Network:
         self.module = module
         paths = pytree.tree_flatten_with_path((args, kwargs))[0]
         leaves, self.spec = flatten((args, kwargs))
-        self.leaves = _copies(leaves)  # and every step gets its own: what a network does to its input, the next does not see
+        self.leaves = _copies(
+            leaves
+        )  # and every step gets its own: what a network does to its input, the next does not see
         self.wanted: dict[int, tuple[str, Tensor]] = {}
         for name, parameter in module.named_parameters():
             self.want(name, parameter)
@@ -64,7 +67,9 @@ class Network:
                 self.inputs[i] = self.unique(_input_name(path))
         self.weights: dict[Any, Tensor] = {}  # of the outputs, in the loss
         self.stacks: dict[str, Stack] = {}  # that ran, by name
-        self.backstages: dict[int, tuple[Any, Backstage, Backstage]] = {}  # of stacks: theirs, and one for the time being
+        self.backstages: dict[
+            int, tuple[Any, Backstage, Backstage]
+        ] = {}  # of stacks: theirs, and one for the time being
         self.snapshot = Snapshot(module, [leaf for leaf in leaves if not isinstance(leaf, Tensor)])
         self.gradients_before = [(p, p.grad) for p in module.parameters()]
 
@@ -75,10 +80,16 @@ class Network:
 
     def unique(self, name: str) -> str:
         taken = {*(name for name, _ in self.wanted.values()), *getattr(self, "inputs", {}).values()}
-        return name if name not in taken else next(n for i in itertools.count(2) if (n := f"{name} ({i})") not in taken)
+        return (
+            name
+            if name not in taken
+            else next(n for i in itertools.count(2) if (n := f"{name} ({i})") not in taken)
+        )
 
     def step(self, watcher: Any = contextlib.nullcontext()) -> Taken:
-        """Forward and backward, from the state that everything had in the beginning; under `watcher`, a context."""
+        """Forward and backward, from the state that everything had in the beginning; under
+        `watcher`, a context.
+        """
         self.snapshot.restore()
         for parameter, _ in self.gradients_before:
             parameter.grad = None
@@ -90,19 +101,27 @@ class Network:
             output = self.module(*args, **kwargs)
             losses = [t for t in _tensors(output) if t.requires_grad]
             taken.output = type(output).__name__
-            wanted = {name: t for name, t in self.wanted.values() if t.requires_grad}  # forward may freeze some
+            wanted = {
+                name: t for name, t in self.wanted.values() if t.requires_grad
+            }  # forward may freeze some
             wanted |= {name: leaves[i] for i, name in self.inputs.items()}
             self.between()
             if losses and wanted:
                 weights = [self.weight(i, loss) for i, loss in enumerate(losses)]
                 del output, leaves, args, kwargs
                 with _no_autocast():
-                    found = torch.autograd.grad(losses, list(wanted.values()), weights, allow_unused=True)
+                    found = torch.autograd.grad(
+                        losses, list(wanted.values()), weights, allow_unused=True
+                    )
                 if torch.accelerator.is_available():
                     torch.accelerator.synchronize()
-                taken.gradients = {name: _dense(g) for name, g in zip(wanted, found) if g is not None}
+                taken.gradients = {
+                    name: _dense(g) for name, g in zip(wanted, found) if g is not None
+                }
             taken.seconds = time.perf_counter() - begun
-        taken.buffers = {name: b.detach().clone() for name, b in self.module.named_buffers() if not b.is_meta}
+        taken.buffers = {
+            name: b.detach().clone() for name, b in self.module.named_buffers() if not b.is_meta
+        }
         taken.random = random_states() | _own_generators(self.module)
         return taken
 
@@ -161,8 +180,12 @@ class Observer(Counting):
             return
         super().begin(stack, program)
         network, name = self.network, self.stacks[id(stack)][0] or type(stack).__name__
-        if name not in network.stacks or network.stacks[name].module is not stack:  # some are made anew for every call
-            network.stacks[name] = Stack(name, stack, program, [self.names[id(step)] for step in program])
+        if (
+            name not in network.stacks or network.stacks[name].module is not stack
+        ):  # some are made anew for every call
+            network.stacks[name] = Stack(
+                name, stack, program, [self.names[id(step)] for step in program]
+            )
             for step in program:  # weights that are not the network's: in closures, for instance
                 for inner, weight in _held(Holdings((step.fn,))):
                     network.want(f"{self.names[id(step)]}: {inner}", weight)
@@ -185,7 +208,9 @@ class Kept(Observer):
 
 
 class Reversed(Observer):
-    """As the stacks say; those that keep everything, reversed all the same. Nobody judges the way back but us."""
+    """As the stacks say; those that keep everything, reversed all the same. Nobody judges the way
+    back but us.
+    """
 
     def mode(self, stack: Any) -> Any:
         return _Planned(reversing(stack.memory), _Silent)
@@ -198,13 +223,22 @@ class Drifting(Observer):
 
     def __init__(self, network: Network) -> None:
         super().__init__(network)
-        self.streams: dict[tuple[str, int], dict[str, Gap]] = {}  # by the stack's name and the update
-        self.narrow: dict[str, float] = {}  # by the stack: the largest epsilon of what its functions compute in
+        self.streams: dict[
+            tuple[str, int], dict[str, Gap]
+        ] = {}  # by the stack's name and the update
+        self.narrow: dict[
+            str, float
+        ] = {}  # by the stack: the largest epsilon of what its functions compute in
         self.target: tuple[Tensor, ...] = ()  # of the update that forward is at
 
     def mode(self, stack: Any) -> Any:
-        name = self.stacks[id(stack)][0] if id(stack) in self.stacks else ""  # asked before it begins, too
-        return _Planned(Reverse(keep_last=False), functools.partial(_Everywhere, self, name or type(stack).__name__))
+        name = (
+            self.stacks[id(stack)][0] if id(stack) in self.stacks else ""
+        )  # asked before it begins, too
+        return _Planned(
+            Reverse(keep_last=False),
+            functools.partial(_Everywhere, self, name or type(stack).__name__),
+        )
 
 
 @dataclass
@@ -230,19 +264,30 @@ class _Everywhere(Waypoints):
         self.passed: dict[int, State] = {}
 
     def note(self, index: int, state: State) -> None:
-        self.passed[index] = {name: tuple(leaf.detach() for leaf in leaves) for name, leaves in state.items()}
+        self.passed[index] = {
+            name: tuple(leaf.detach() for leaf in leaves) for name, leaves in state.items()
+        }
         self.observer.target = self.passed[index][self.program[index].target]
 
     def begin_at(self, state: State) -> None:
-        self.scales = {name: max(map(largest, leaves), default=0.0) for name, leaves in state.items()}
-        self.observer.narrow[self.stack] = max(self.narrow, self.observer.narrow.get(self.stack, 0.0))
+        self.scales = {
+            name: max(map(largest, leaves), default=0.0) for name, leaves in state.items()
+        }
+        self.observer.narrow[self.stack] = max(
+            self.narrow, self.observer.narrow.get(self.stack, 0.0)
+        )
 
     def compare(self, index: int, state: State) -> None:
         gaps = self.observer.streams.setdefault((self.stack, index), {})
         for name, leaves in self.passed[index].items():
             for now, then in zip(state[name], leaves):
-                if then.numel() and (then.is_floating_point() or then.is_complex()) and not then.is_meta:
-                    finite = then.isfinite()  # what became infinite cannot be undone; plain autograd has no use for it either
+                if (
+                    then.numel()
+                    and (then.is_floating_point() or then.is_complex())
+                    and not then.is_meta
+                ):
+                    # what became infinite cannot be undone; plain autograd has no use for it either
+                    finite = then.isfinite()
                     error = gap_of(now[finite], then[finite])
                     gap = Gap(error, max(largest(then), self.scales[name]), then.dtype)
                     if name not in gaps or not gap.relative <= gaps[name].relative:
@@ -299,7 +344,9 @@ class Alone(Drifting):
     def __init__(self, network: Network) -> None:
         super().__init__(network)
         self.evidence: dict[str, Evidence] = {}
-        self.calls: dict[int, list[tuple[list[Tensor], list[Tensor]]]] = {}  # of a step: inputs and outputs in forward
+        self.calls: dict[
+            int, list[tuple[list[Tensor], list[Tensor]]]
+        ] = {}  # of a step: inputs and outputs in forward
         self.replayed: dict[int, set[int]] = {}
 
     def call(self, step: Step, reads: list[Any], arguments: dict[str, Any]) -> Any:
@@ -324,9 +371,17 @@ class Alone(Drifting):
             raise
         finally:
             if again:
-                evidence.changed += [c for c in changes(before, look(name, step.fn, replayed)) if c not in evidence.changed]
-        evidence.draws |= {source for source, state in _unreplayed().items() if state != generators[source]}
-        evidence.edits_input |= not all(map(is_same, given, _values((reads, arguments), copy=False)))
+                evidence.changed += [
+                    c
+                    for c in changes(before, look(name, step.fn, replayed))
+                    if c not in evidence.changed
+                ]
+        evidence.draws |= {
+            source for source, state in _unreplayed().items() if state != generators[source]
+        }
+        evidence.edits_input |= not all(
+            map(is_same, given, _values((reads, arguments), copy=False))
+        )
         made = _values(output)
         if not again:
             self.calls.setdefault(id(step), []).append((given, made))
@@ -340,23 +395,31 @@ class Alone(Drifting):
         return output
 
     def judge(self, evidence: Evidence, now: list[Tensor], then: list[Tensor]) -> None:
-        fits = len(now) == len(then) and all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(now, then))
+        fits = len(now) == len(then) and all(
+            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(now, then)
+        )
         for a, b in zip(now, then) if fits else ():
             if not is_same(a, b):
                 real = a.is_floating_point() or a.is_complex()
                 error, size = (gap_of(a, b), largest(b)) if real else (1.0, 0.0)
                 differs = error / size if size else math.inf
                 evidence.differs = max(evidence.differs, differs)
-                evidence.excess = max(evidence.excess, differs / rounding(a.dtype) if real else math.inf)
+                evidence.excess = max(
+                    evidence.excess, differs / rounding(a.dtype) if real else math.inf
+                )
         if not fits:
             evidence.differs = evidence.excess = math.inf
 
 
-def _holder(path: str, fn: Any, replayed: set[int], target: tuple[Tensor, ...], given: list[Tensor]) -> str | None:
+def _holder(
+    path: str, fn: Any, replayed: set[int], target: tuple[Tensor, ...], given: list[Tensor]
+) -> str | None:
     """Where the function keeps the stream that it is about to update, if it does."""
     for seen in visible(path, fn, replayed):
         if isinstance(seen.value, Tensor) and seen.value.numel() > 1:
-            if any(is_same(seen.value, leaf) for leaf in target) and not any(is_same(seen.value, leaf) for leaf in given):
+            if any(is_same(seen.value, leaf) for leaf in target) and not any(
+                is_same(seen.value, leaf) for leaf in given
+            ):
                 return seen.path
     return None
 
@@ -399,7 +462,12 @@ def course(network: Network, observer: Observer) -> tuple[Course, int]:
     return live, sum(gradient.nbytes for gradient in taken.gradients.values())
 
 
-def seconds(network: Network, ways: list[Callable[[Network], Observer]], rounds: int = 5, enough: float = 10.0) -> list[float]:
+def seconds(
+    network: Network,
+    ways: list[Callable[[Network], Observer]],
+    rounds: int = 5,
+    enough: float = 10.0,
+) -> list[float]:
     """The median time of a step of each, run in turn. Fewer rounds if they take long."""
     times: list[list[float]] = [[] for _ in ways]
     begun = time.perf_counter()
@@ -414,11 +482,14 @@ def seconds(network: Network, ways: list[Callable[[Network], Observer]], rounds:
 
 @contextlib.contextmanager
 def as_written(module: nn.Module) -> Iterator[None]:
-    """With gradients, whatever surrounds the caller, and with stacks outside of any compiler. Functions may be compiled."""
+    """With gradients, whatever surrounds the caller, and with stacks outside of any compiler.
+    Functions may be compiled.
+    """
     compiled = [  # what `module.compile()` leaves
         (part, part._compiled_call_impl)
         for part in module.modules()
-        if part._compiled_call_impl is not None and any(isinstance(inner, _STACKS) for inner in part.modules())
+        if part._compiled_call_impl is not None
+        and any(isinstance(inner, _STACKS) for inner in part.modules())
     ]
     for part, _ in compiled:
         part._compiled_call_impl = None
@@ -456,13 +527,18 @@ def _tensors(value: Any, depth: int = 4) -> list[Tensor]:
             found.append(leaf)
         elif depth and not isinstance(leaf, (nn.Module, type, str, types.FunctionType)):
             slots = [name for cls in type(leaf).__mro__ for name in slots_of(cls)]
-            inside = {**getattr(leaf, "__dict__", {}), **{n: getattr(leaf, n) for n in slots if hasattr(leaf, n)}}
+            inside = {
+                **getattr(leaf, "__dict__", {}),
+                **{n: getattr(leaf, n) for n in slots if hasattr(leaf, n)},
+            }
             found += _tensors(inside, depth - 1) if inside else []
     return found
 
 
 def _weights(tensor: Tensor, number: int) -> Tensor:
-    """A gradient to begin with: 1 for a loss, else random, so that no symmetry hides an error. The same each time."""
+    """A gradient to begin with: 1 for a loss, else random, so that no symmetry hides an error. The
+    same each time.
+    """
     if not tensor.ndim:
         return torch.ones_like(tensor)
     generator = torch.Generator("cpu").manual_seed(number)
@@ -473,7 +549,14 @@ def _weights(tensor: Tensor, number: int) -> Tensor:
 @contextlib.contextmanager
 def _no_autocast() -> Iterator[None]:
     """Backward belongs outside of autocast."""
-    kinds = {"cpu", *([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])}  # type: ignore[union-attr]
+    kinds = {
+        "cpu",
+        *(
+            [torch.accelerator.current_accelerator().type]
+            if torch.accelerator.is_available()
+            else []
+        ),
+    }  # type: ignore[union-attr]
     with contextlib.ExitStack() as stack:
         for kind in kinds:
             if torch.is_autocast_enabled(kind):
@@ -482,12 +565,19 @@ def _no_autocast() -> Iterator[None]:
 
 
 def _own_generators(module: nn.Module) -> dict[str, Any]:
-    return {seen.path: print_of(seen.value) for seen in visible("", module) if isinstance(seen.value, torch.Generator)}
+    return {
+        seen.path: print_of(seen.value)
+        for seen in visible("", module)
+        if isinstance(seen.value, torch.Generator)
+    }
 
 
 def _held(holdings: Holdings) -> Iterator[tuple[str, Tensor]]:
     for i, module in enumerate(holdings.modules):
-        yield from ((f"module {i}, {name}", weight) for name, weight in module.named_parameters(recurse=False))
+        yield from (
+            (f"module {i}, {name}", weight)
+            for name, weight in module.named_parameters(recurse=False)
+        )
     yield from ((f"tensor {i}", weight) for i, weight in enumerate(holdings.weights))
 
 
@@ -511,7 +601,9 @@ def largest(tensor: Tensor) -> float:
 
 
 def gap_of(now: Tensor, then: Tensor) -> float:
-    """The largest difference, where they are not both the same infinity or both NaN. NaN if one is NaN alone."""
+    """The largest difference, where they are not both the same infinity or both NaN. NaN if one is
+    NaN alone.
+    """
     same = (now == then) | ((now != now) & (then != then))
     return torch.where(same, 0, now - then).abs().max().item() if now.numel() else 0.0
 

@@ -1,4 +1,6 @@
-"""The command line, one file for each verb. Errors of the user go to stderr in one line, with an exit code of 2."""
+"""The command line, one file for each verb. Errors of the user go to stderr in one line, with an
+exit code of 2.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ VERBS = (check, plan, train, sample, bench, info, completion)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="retrograd", description="Train very deep networks without storing their activations.")
+    made = argparse.ArgumentParser(
+        prog="retrograd", description="Train very deep networks without storing their activations."
+    )
     made.add_argument("--version", action="store_true", help="print the version")
     commands = made.add_subparsers(dest="command", metavar="COMMAND")
     for verb in VERBS:

@@ -18,15 +18,25 @@ WRONG = 1
 def add(commands: Any) -> None:
     check = commands.add_parser(
         "check",
-        help="prove a network of yours right: gradients, drift, determinism, state, memory and time, against plain autograd",
-        description="Runs a network reversed and with everything kept, about fifteen steps in all, and reports whether they "
-        "agree; for each problem the likely cause and the fix. Exit code: 0 if nothing is wrong, 1 if something is, 2 if it "
+        help="prove a network of yours right: gradients, drift, determinism, state, memory and "
+        "time, against plain autograd",
+        description="Runs a network reversed and with everything kept, about fifteen steps in all, "
+        "and reports whether they "
+        "agree; for each problem the likely cause and the fix. Exit code: 0 if nothing is wrong, 1 "
+        "if something is, 2 if it "
         "could not be run.",
     )
     check.add_argument("target", metavar="TARGET", help=HELP)
-    check.add_argument("--plot", type=Path, metavar="FILE", help="a picture: memory over a step, drift against depth")
+    check.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="a picture: memory over a step, drift against depth",
+    )
     check.add_argument("--html", type=Path, metavar="FILE", help="the report as a page")
-    check.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else")
+    check.add_argument(
+        "--json", action="store_true", help="print the report as JSON, and nothing else"
+    )
     check.set_defaults(run=run)
 
 
@@ -46,7 +56,11 @@ def run(options: argparse.Namespace) -> int:
         draw(report.plot, options.plot)
     try:
         if options.html is not None:
-            style = "<style>body { font: 15px sans-serif; margin: 2em } td, th { padding: 2px 10px 2px 0 }</style>"
+            style = (
+                "<style>body { font: 15px sans-serif; margin: 2em } td, th { padding: 2px "
+                "10px "
+                "2px 0 }</style>"
+            )
             head = f'<!doctype html><meta charset="utf-8"><title>retrograd check</title>{style}'
             write_whole(options.html, f"{head}{report._repr_html_()}\n")
     except OSError as error:
@@ -58,7 +72,11 @@ def run(options: argparse.Namespace) -> int:
 def can_write(path: Path) -> None:
     """A mistake if it is not a file in a folder that is there."""
     if path.is_dir() or not path.parent.is_dir():
-        raise Mistake(f"{path}: {'that is a folder' if path.is_dir() else f'there is no folder {path.parent}'}; name a file.")
+        raise Mistake(
+            f"{path}: that is a folder; name a file."
+            if path.is_dir()
+            else f"{path}: there is no folder {path.parent}; name a file."
+        )
 
 
 def draw(plot: Callable[..., Any], path: Path, *others: Any) -> None:
@@ -76,7 +94,10 @@ def can_draw(path: Path) -> bool:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        print(f"no picture {path}: matplotlib is not installed (pip install 'retrograd[plots]')", file=sys.stderr)
+        print(
+            f"no picture {path}: matplotlib is not installed (pip install 'retrograd[plots]')",
+            file=sys.stderr,
+        )
         return False
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:

@@ -14,8 +14,10 @@ def add(commands: Any) -> None:
     completion = commands.add_parser(
         "completion",
         help="a script that teaches your shell the commands and options",
-        description="Prints a script. bash: add `source <(retrograd completion bash)` to ~/.bashrc. zsh: write it to a file "
-        "named _retrograd in a folder of $fpath. tcsh: retrograd completion tcsh > ~/.retrograd.csh, and source that. Needs "
+        description="Prints a script. bash: add `source <(retrograd completion bash)` to "
+        "~/.bashrc. zsh: write it to a file "
+        "named _retrograd in a folder of $fpath. tcsh: retrograd completion tcsh > "
+        "~/.retrograd.csh, and source that. Needs "
         "shtab (pip install 'retrograd[completion]').",
     )
     completion.add_argument("shell", choices=SHELLS)

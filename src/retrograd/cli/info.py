@@ -11,13 +11,26 @@ from typing import Any
 
 # Those that retrograd is used with or measured against.
 PACKAGES = (
-    *("numpy", "matplotlib", "safetensors", "rich", "transformers", "lightning", "accelerate", "peft", "deepspeed", "triton"),
+    *(
+        "numpy",
+        "matplotlib",
+        "safetensors",
+        "rich",
+        "transformers",
+        "lightning",
+        "accelerate",
+        "peft",
+        "deepspeed",
+        "triton",
+    ),
     *("revtorch", "memcnn", "revlib", "reformer-pytorch"),
 )
 
 
 def add(commands: Any) -> None:
-    info = commands.add_parser("info", help="versions and devices, for a bug report", description="Versions and devices.")
+    info = commands.add_parser(
+        "info", help="versions and devices, for a bug report", description="Versions and devices."
+    )
     info.add_argument("--json", action="store_true", help="print them as JSON, and nothing else")
     info.set_defaults(run=run)
 
@@ -62,7 +75,9 @@ def devices() -> list[str]:
     module = torch.get_device_module(kind)
     found = []
     for i in range(torch.accelerator.device_count()):
-        properties = module.get_device_properties(i) if hasattr(module, "get_device_properties") else None
+        properties = (
+            module.get_device_properties(i) if hasattr(module, "get_device_properties") else None
+        )
         memory = getattr(properties, "total_memory", None)
         size = f", {memory / 2**30:.1f} GiB" if memory else ""
         found.append(f"{kind}:{i} {getattr(properties, 'name', '')}{size}")
@@ -74,7 +89,11 @@ def _backends() -> list[str]:
 
     if not dist.is_available():
         return []
-    names = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    names = {
+        "gloo": dist.is_gloo_available,
+        "nccl": dist.is_nccl_available,
+        "mpi": dist.is_mpi_available,
+    }
     return [name for name, is_available in names.items() if is_available()]
 
 

@@ -17,7 +17,8 @@ def add(commands: Any) -> None:
         "plan",
         usage="retrograd plan [-h] TARGET [--memory MODE [MODE ...]] [--plot FILE] [--json]",
         help="what a budget keeps of each layer, and the bytes and time that a step then takes",
-        description="Runs a network forward once, watched, and shows what memory modes would keep of each update of its stacks; "
+        description="Runs a network forward once, watched, and shows what memory modes would keep "
+        "of each update of its stacks; "
         "nothing is trained. With --plot, a picture of the bytes over the course of a step.",
     )
     plan.add_argument("target", metavar="TARGET", help=HELP)
@@ -26,10 +27,13 @@ def add(commands: Any) -> None:
         nargs="+",
         metavar="MODE",
         default=["own", "keep"],
-        help='own: as the stack says; reverse; keep; anchor=16; or a budget: "200 MiB", "25%%" (own keep)',
+        help='own: as the stack says; reverse; keep; anchor=16; or a budget: "200 MiB", "25%%" '
+        "(own keep)",
     )
     plan.add_argument("--plot", type=Path, metavar="FILE", help="draw those of the first stack")
-    plan.add_argument("--json", action="store_true", help="print the plans as JSON, and nothing else")
+    plan.add_argument(
+        "--json", action="store_true", help="print the plans as JSON, and nothing else"
+    )
     plan.set_defaults(run=run)
 
 
@@ -66,8 +70,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def calls(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
-    """The stacks that a network calls, each with what its first call was given. The network is left as it was."""
+def calls(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
+    """The stacks that a network calls, each with what its first call was given. The network is left
+    as it was.
+    """
     from retrograd.checking import as_module
     from retrograd.checking.runs import Network
     from retrograd.measure import Counting
@@ -82,7 +90,9 @@ def calls(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tu
         network.snapshot.restore()
         for name, stack in observer.stacks.values():
 
-            def enter(stack: Any, given: Any, keywords: Any, name: str = name or type(stack).__name__) -> None:
+            def enter(
+                stack: Any, given: Any, keywords: Any, name: str = name or type(stack).__name__
+            ) -> None:
                 found.setdefault(name, (name, stack, given, keywords))
 
             handles.append(stack.register_forward_pre_hook(enter, with_kwargs=True))
@@ -105,7 +115,10 @@ def _mode(text: str) -> Any:
         named: dict[str, Any] = {"own": None, "reverse": rg.Reverse(), "keep": rg.Keep()}
         return named[text] if text in named else rg.Budget(text)
     except ValueError as error:
-        raise Mistake(f'--memory {text!r}: own, reverse, keep, anchor=16, or a budget such as "200 MiB" or "25%".') from error
+        raise Mistake(
+            f'--memory {text!r}: own, reverse, keep, anchor=16, or a budget such as "200 MiB" or '
+            '"25%".'
+        ) from error
 
 
 def _data(plan: Any) -> dict[str, Any]:

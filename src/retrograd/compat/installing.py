@@ -1,8 +1,9 @@
-"""`install("some_package")`: put retrograd under a package that carries a copy of one of the five reversible modules.
+"""`install("some_package")`: put retrograd under a package that carries a copy of one of the five
+reversible modules.
 
-A module is recognised by what it defines, not by where it comes from: it has every public name of one of the five systems,
-with the same signatures; and, because signatures do not show how streams are merged, both are then run on a small example
-and must agree.
+A module is recognised by what it defines, not by where it comes from: it has every public name of
+one of the five systems, with the same signatures; and, because signatures do not show how streams
+are merged, both are then run on a small example and must agree.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ from retrograd.compat import axial, nuwa, nuwa_video_audio, reformer, se3
 
 
 class _Function(nn.Module):
-    """The functions of the examples: each has a gain of its own, and shows in its output whatever else it was given."""
+    """The functions of the examples: each has a gain of its own, and shows in its output whatever
+    else it was given.
+    """
 
     def __init__(self, gain: float) -> None:
         super().__init__()
         self.gain = gain
 
     def forward(self, x: Any, *others: Tensor, **kwargs: Any) -> Any:
-        given = sum(other.square().mean() for other in others) + sum(len(name) * value for name, value in kwargs.items() if value)
+        given = sum(other.square().mean() for other in others) + sum(
+            len(name) * value for name, value in kwargs.items() if value
+        )
         if isinstance(x, dict):
             return {degree: (self.gain * features + given).tanh() for degree, features in x.items()}
         return (self.gain * x + given).tanh()
@@ -47,7 +52,9 @@ def _pairs(sequence: Any, x: Any, **options: Any) -> Any:
 
 
 def _routed(sequence: Any) -> Any:
-    return _pairs(sequence, _ramp(1, 4, 6), args_route={"text": [(True, False), (False, True), (True, True)]})
+    return _pairs(
+        sequence, _ramp(1, 4, 6), args_route={"text": [(True, False), (False, True), (True, True)]}
+    )
 
 
 def _two_modalities(sequence: Any) -> Any:
@@ -111,7 +118,9 @@ SYSTEMS = [
 
 
 class Installed(NamedTuple):
-    """What `install` did: which of the package's modules, which of the five systems, and every name that now means ours."""
+    """What `install` did: which of the package's modules, which of the five systems, and every name
+    that now means ours.
+    """
 
     module: str
     system: str
@@ -139,23 +148,28 @@ class Installation:
     left_alone: set[tuple[str, str]]  # names, by module, that meant ours before
 
     def is_in_place(self) -> bool:
-        return all(getattr(sys.modules.get(s.module.__name__), s.name, None) is s.ours for s in self.swaps)
+        return all(
+            getattr(sys.modules.get(s.module.__name__), s.name, None) is s.ours for s in self.swaps
+        )
 
 
 _installations: dict[str, Installation] = {}
 
 
 def install(package: str) -> list[Installed]:
-    """Put retrograd under an installed package whose reversible module is one of the five, for models built from now on.
+    """Put retrograd under an installed package whose reversible module is one of the five, for
+    models built from now on.
 
-    Works before and after the package was imported. Returns what was replaced. `uninstall(package)` undoes it.
+    Works before and after the package was imported. Returns what was replaced. `uninstall(package)`
+    undoes it.
 
-    Raises `ModuleNotFoundError` for a package that is not installed, and `ValueError` for one without such a module, or with one
-    that looks like one of the five and computes something else.
+    Raises `ModuleNotFoundError` for a package that is not installed, and `ValueError` for one
+    without such a module, or with one that looks like one of the five and computes something else.
 
     Example:
         >>> rg.compat.install("reformer_pytorch")  # doctest: +SKIP
-        [Installed(module='reformer_pytorch.reversible', system='retrograd.compat.reformer', names=('Deterministic', ...))]
+        [Installed(module='reformer_pytorch.reversible', system='retrograd.compat.reformer',
+        names=('Deterministic', ...))]
     """
     before = _installations.get(package)
     if before is not None and before.is_in_place():
@@ -170,10 +184,16 @@ def install(package: str) -> list[Installed]:
                 continue
             near_misses.append(f"{module.__name__} is not {system.module.__name__}: {difference}")
     if not found:
-        looked_for = "; ".join(f"{s.module.__name__.rpartition('.')[2]}: {', '.join(s.names)}" for s in SYSTEMS)
-        why = "".join(f"\n  {miss}" for miss in near_misses) or "\n  no file of it defines a reversible sequence"
+        looked_for = "; ".join(
+            f"{s.module.__name__.rpartition('.')[2]}: {', '.join(s.names)}" for s in SYSTEMS
+        )
+        why = (
+            "".join(f"\n  {miss}" for miss in near_misses)
+            or "\n  no file of it defines a reversible sequence"
+        )
         raise ValueError(
-            f"install({package!r}): no module of this package is one of the five that retrograd replaces. Looked for a module "
+            f"install({package!r}): no module of this package is one of the five that retrograd "
+            "replaces. Looked for a module "
             f"with the names and signatures of one of these ({looked_for}).{why}"
         )
     swaps: list[Swap] = []
@@ -183,7 +203,9 @@ def install(package: str) -> list[Installed]:
             theirs, ours = getattr(module, name), getattr(system.module, name)
             swaps += [Swap(m, n, theirs, ours) for m, n in _names_of(theirs)]
             left_alone |= {(m.__name__, n) for m, n in _names_of(ours)}
-    report = [Installed(module.__name__, system.module.__name__, system.names) for module, system in found]
+    report = [
+        Installed(module.__name__, system.module.__name__, system.names) for module, system in found
+    ]
     for swap in swaps:
         setattr(swap.module, swap.name, swap.ours)
     if before is None:
@@ -194,7 +216,9 @@ def install(package: str) -> list[Installed]:
 
 
 def uninstall(package: str) -> None:
-    """Undo `install(package)`. Models that were built in between stay as they are. Nothing happens if it was not installed."""
+    """Undo `install(package)`. Models that were built in between stay as they are. Nothing happens
+    if it was not installed.
+    """
     done = _installations.pop(package, None)
     if done is None:
         return
@@ -211,7 +235,8 @@ def uninstall(package: str) -> None:
 def _import(package: str) -> None:
     if package not in sys.modules and importlib.util.find_spec(package.partition(".")[0]) is None:
         raise ModuleNotFoundError(
-            f"install({package!r}): there is no such package. Give the name that you import, such as reformer_pytorch, and "
+            f"install({package!r}): there is no such package. Give the name that you import, such "
+            "as reformer_pytorch, and "
             f"install it first (pip install {package.replace('_', '-')}).",
             name=package,
         )
@@ -219,7 +244,9 @@ def _import(package: str) -> None:
 
 
 def _candidates(package: str) -> Iterator[ModuleType]:
-    """The package's modules that define a reversible sequence. Found in their source: others are not imported."""
+    """The package's modules that define a reversible sequence. Found in their source: others are
+    not imported.
+    """
     root = sys.modules[package]
     if not hasattr(root, "__path__"):  # a single file
         yield root
@@ -243,11 +270,16 @@ def _difference(module: ModuleType, system: System) -> str | None:
             if method not in theirs:
                 return f"{name} has no {method[1:]}"
             if theirs[method] != ours[method]:
-                return f"{name}{method} takes ({', '.join(theirs[method])}), not ({', '.join(ours[method])})"
+                return (
+                    f"{name}{method} takes ({', '.join(theirs[method])}), not "
+                    f"({', '.join(ours[method])})"
+                )
     random = torch.get_rng_state()
     try:
         with torch.no_grad():
-            theirs, ours = (system.example(getattr(m, system.sequence)) for m in (module, system.module))
+            theirs, ours = (
+                system.example(getattr(m, system.sequence)) for m in (module, system.module)
+            )
     except Exception as error:
         return f"on an example it raised {type(error).__name__}: {error}"
     finally:
@@ -255,16 +287,27 @@ def _difference(module: ModuleType, system: System) -> str | None:
     try:
         torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
     except (AssertionError, TypeError):
-        return "on an example it computes something else (it may split, merge or route its streams otherwise)"
+        return (
+            "on an example it computes something else (it may split, merge or route its "
+            "streams "
+            "otherwise)"
+        )
     return None
 
 
 def _signatures(value: Any) -> dict[str, list[str]]:
-    """The parameters of a function, or of a class's constructor and forward, without their annotations."""
+    """The parameters of a function, or of a class's constructor and forward, without their
+    annotations.
+    """
     if not inspect.isclass(value):
-        # A built-in, such as the `apply` of an autograd function, shows no parameters; its name has to do.
+        # A built-in, such as the `apply` of an autograd function, shows no parameters; its name has
+        # to do.
         return {"": _parameters(value)} if inspect.isfunction(value) else {}
-    return {f".{name}": _parameters(getattr(value, name)) for name in ("__init__", "forward") if hasattr(value, name)}
+    return {
+        f".{name}": _parameters(getattr(value, name))
+        for name in ("__init__", "forward")
+        if hasattr(value, name)
+    }
 
 
 def _parameters(function: Any) -> list[str]:
@@ -273,7 +316,9 @@ def _parameters(function: Any) -> list[str]:
 
 
 def _names_of(value: Any) -> list[tuple[ModuleType, str]]:
-    """Everywhere a loaded module has a name for this: where it is defined, and where it was imported to."""
+    """Everywhere a loaded module has a name for this: where it is defined, and where it was
+    imported to.
+    """
     return [
         (module, name)
         for module in list(sys.modules.values())

@@ -1,7 +1,9 @@
-"""What the five systems have in common: functions wrapped in `Deterministic`, and blocks that are lists of updates.
+"""What the five systems have in common: functions wrapped in `Deterministic`, and blocks that are
+lists of updates.
 
-Each block says what it does as data, a list of `Line`s; an `Engine` makes an `rg.Reversible` of the lines of all blocks. The
-modules themselves only hold the functions, under the names that the original's checkpoints have.
+Each block says what it does as data, a list of `Line`s; an `Engine` makes an `rg.Reversible` of the
+lines of all blocks. The modules themselves only hold the functions, under the names that the
+original's checkpoints have.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ import retrograd as rg
 
 
 class Deterministic(nn.Module):
-    """A function that can repeat its random draws: `record_rng=True` remembers the states before it, `set_rng=True` uses them.
+    """A function that can repeat its random draws: `record_rng=True` remembers the states before
+    it, `set_rng=True` uses them.
 
-    Here it is a name in state-dict keys, `blocks.0.f.net.…`: retrograd replays every draw of every call by itself, and does not
-    pass these flags. They work for whoever does.
+    Here it is a name in state-dict keys, `blocks.0.f.net.…`: retrograd replays every draw of every
+    call by itself, and does not pass these flags. They work for whoever does.
     """
 
     def __init__(self, net: Callable[..., Any]) -> None:
@@ -32,16 +35,27 @@ class Deterministic(nn.Module):
 
     def record_rng(self, *args: Any) -> None:
         self.cpu_state = torch.get_rng_state()
-        devices = {arg.device for arg in args if isinstance(arg, Tensor) and arg.device.type not in ("cpu", "meta")}
-        self.device_states = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
+        devices = {
+            arg.device
+            for arg in args
+            if isinstance(arg, Tensor) and arg.device.type not in ("cpu", "meta")
+        }
+        self.device_states = {
+            device: torch.get_device_module(device).get_rng_state(device) for device in devices
+        }
 
-    def forward(self, *args: Any, record_rng: bool = False, set_rng: bool = False, **kwargs: Any) -> Any:
+    def forward(
+        self, *args: Any, record_rng: bool = False, set_rng: bool = False, **kwargs: Any
+    ) -> Any:
         if record_rng:
             self.record_rng(*args)
         if not set_rng:
             return self.net(*args, **kwargs)
         if self.cpu_state is None:
-            raise RuntimeError("Deterministic(..., set_rng=True): nothing was recorded. Call it with record_rng=True first.")
+            raise RuntimeError(
+                "Deterministic(..., set_rng=True): nothing was recorded. Call it with "
+                "record_rng=True first."
+            )
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.set_rng_state(self.cpu_state)
@@ -52,7 +66,9 @@ class Deterministic(nn.Module):
 
 
 class Line(NamedTuple):
-    """One update: `target += fn(*reads, **{inner: kwargs[outer]})` for each `inner, outer` of `route`."""
+    """One update: `target += fn(*reads, **{inner: kwargs[outer]})` for each `inner, outer` of
+    `route`.
+    """
 
     target: str
     fn: Callable[..., Any]
@@ -63,35 +79,53 @@ class Line(NamedTuple):
 class Engine:
     """Lines, run by an `rg.Reversible` that is made anew only when they change.
 
-    `memory` and `exact` are those of every `rg` module, and may be assigned: `sequence.engine.memory = rg.Keep()`.
+    `memory` and `exact` are those of every `rg` module, and may be assigned:
+    `sequence.engine.memory = rg.Keep()`.
     """
 
     def __init__(self, memory: Any = rg.Reverse(), exact: Any = False) -> None:
         self.memory = memory
         self.exact = exact
-        self.last: tuple[Any, rg.Reversible] | None = None  # replaced as a whole: threads may share it
+        self.last: tuple[Any, rg.Reversible] | None = (
+            None  # replaced as a whole: threads may share it
+        )
 
     def __reduce__(self) -> Any:
         return Engine, (self.memory, self.exact)  # copies and pickles make theirs anew
 
     def __call__(
-        self, lines: list[Line], streams: dict[str, Any], kwargs: Mapping[str, Any], reverse: bool = True
+        self,
+        lines: list[Line],
+        streams: dict[str, Any],
+        kwargs: Mapping[str, Any],
+        reverse: bool = True,
     ) -> dict[str, Any]:
         if not lines:
             return streams
         last, memory = self.last, self.memory if reverse else rg.Keep()
         if last is None or last[0] != (lines, memory, self.exact):
-            updates = [rg.Update(target, fn, reads, route=route) for target, fn, reads, route in lines]
-            last = self.last = (lines, memory, self.exact), rg.Reversible(updates, memory=memory, exact=self.exact)
+            updates = [
+                rg.Update(target, fn, reads, route=route) for target, fn, reads, route in lines
+            ]
+            last = self.last = (
+                (lines, memory, self.exact),
+                rg.Reversible(updates, memory=memory, exact=self.exact),
+            )
         taken = {outer for line in lines for outer in line.route.values()}
-        return last[1](streams, **{name: _own(value) for name, value in kwargs.items() if name in taken})
+        return last[1](
+            streams, **{name: _own(value) for name, value in kwargs.items() if name in taken}
+        )
 
 
 def _own(value: Any) -> Any:
-    """Masks are copied: packages of this family edit them in place after the call, and recompute must see what forward saw."""
+    """Masks are copied: packages of this family edit them in place after the call, and recompute
+    must see what forward saw.
+    """
     if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
         return value
-    distinct = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())  # an expanded mask stays one
+    distinct = tuple(
+        slice(0, 1) if stride == 0 else slice(None) for stride in value.stride()
+    )  # an expanded mask stays one
     return value[distinct].clone().expand(value.shape)
 
 
@@ -116,12 +150,21 @@ class Pair(nn.Module):
         self.engine = Engine()
 
     def lines(self, f_names: Mapping[str, str], g_names: Mapping[str, str]) -> list[Line]:
-        """Its updates, given the keyword arguments of each function: what it calls them, and what the caller does."""
-        return [Line("x1", self.f, ("x2",), dict(f_names)), Line("x2", self.g, ("x1",), dict(g_names))]
+        """Its updates, given the keyword arguments of each function: what it calls them, and what
+        the caller does.
+        """
+        return [
+            Line("x1", self.f, ("x2",), dict(f_names)),
+            Line("x2", self.g, ("x1",), dict(g_names)),
+        ]
 
-    def run(self, x1: Any, x2: Any, f_args: Mapping[str, Any], g_args: Mapping[str, Any]) -> tuple[Any, Any]:
+    def run(
+        self, x1: Any, x2: Any, f_args: Mapping[str, Any], g_args: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
         """The block alone."""
-        lines = self.lines({name: f"f_{name}" for name in f_args}, {name: f"g_{name}" for name in g_args})
+        lines = self.lines(
+            {name: f"f_{name}" for name in f_args}, {name: f"g_{name}" for name in g_args}
+        )
         kwargs = {f"f_{k}": v for k, v in f_args.items()} | {f"g_{k}": v for k, v in g_args.items()}
         streams = self.engine(lines, {"x1": x1, "x2": x2}, kwargs)
         return streams["x1"], streams["x2"]
@@ -132,7 +175,9 @@ class SplitPair(Pair):
 
     dim: int
 
-    def forward(self, x: Tensor, f_args: Mapping[str, Any] = {}, g_args: Mapping[str, Any] = {}) -> Tensor:
+    def forward(
+        self, x: Tensor, f_args: Mapping[str, Any] = {}, g_args: Mapping[str, Any] = {}
+    ) -> Tensor:
         streams = rg.Split(self.dim)
         return streams.join(*self.run(*streams.split(x), f_args, g_args))
 
@@ -153,7 +198,9 @@ class PlainPair(nn.Module):
         return torch.cat((y1, x2 + self.g(y1, **g_args)), self.dim)
 
 
-def routed(arg_route: Iterable[bool], kwargs: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+def routed(
+    arg_route: Iterable[bool], kwargs: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, str]]:
     """What f and g get of the keyword arguments: all of them or none."""
     names = {name: name for name in kwargs}
     to_f, to_g = arg_route

@@ -1,13 +1,16 @@
-"""se3-transformer-pytorch's reversible layers: a value is a dict of features by degree. Both streams start as the input; the
-output is their mean, degree by degree. Keyword arguments go to f only.
+"""se3-transformer-pytorch's reversible layers: a value is a dict of features by degree. Both
+streams start as the input; the output is their mean, degree by degree. Keyword arguments go to f
+only.
 
-*Same*: names, signatures, state-dict keys (`blocks.0.f.net.…`), outputs, gradients, random draws; `SequentialSequence`, the
-ordinary network of the same blocks.
+*Same*: names, signatures, state-dict keys (`blocks.0.f.net.…`), outputs, gradients, random draws;
+`SequentialSequence`, the ordinary network of the same blocks.
 
-*Differs*: degrees may have any shapes, not only those that agree in all dimensions but the last; inputs that need no
-gradient, backward in `eval()`, several forwards before a backward, `autograd.grad`, double backward, DDP and autocast work;
-buffers are updated once; the backward of whatever made a keyword argument runs once, not once a block; blocks have no
-`backward_pass`, because autograd walks back itself, and are not called: hooks and `fully_shard` belong on `f` and `g`.
+*Differs*: degrees may have any shapes, not only those that agree in all dimensions but the last;
+inputs that need no gradient, backward in `eval()`, several forwards before a backward,
+`autograd.grad`, double backward, DDP and autocast work; buffers are updated once; the backward of
+whatever made a keyword argument runs once, not once a block; blocks have no `backward_pass`,
+because autograd walks back itself, and are not called: hooks and `fully_shard` belong on `f` and
+`g`.
 """
 
 from __future__ import annotations
@@ -54,4 +57,7 @@ class ReversibleSequence(nn.Module):
         names = {name: name for name in kwargs}
         lines: list[Line] = [line for block in self.blocks for line in block.lines(names, {})]  # type: ignore[operator]
         state = self.engine(lines, {"x1": x, "x2": x}, kwargs)
-        return {degree: rg.Duplicate("mean").join(state["x1"][degree], state["x2"][degree]) for degree in x}
+        return {
+            degree: rg.Duplicate("mean").join(state["x1"][degree], state["x2"][degree])
+            for degree in x
+        }

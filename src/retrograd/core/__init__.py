@@ -1,1 +1,3 @@
-"""The engine. Imports torch and itself only; read it in the order updates, streams, program, memory, replay, tape."""
+"""The engine. Imports torch and itself only; read it in the order updates, streams, program,
+memory, replay, tape.
+"""

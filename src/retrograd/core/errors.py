@@ -1,7 +1,9 @@
-"""Errors that arise while a network runs. Wrong arguments are plain `ValueError` or `TypeError`, raised before any work.
+"""Errors that arise while a network runs. Wrong arguments are plain `ValueError` or `TypeError`,
+raised before any work.
 
-Every message has four parts: where (which update), what (the number beside its limit), why, and the fix to type. The texts
-stand here together, so that they read alike; who raises one knows only the facts.
+Every message has four parts: where (which update), what (the number beside its limit), why, and the
+fix to type. The texts stand here together, so that they read alike; who raises one knows only the
+facts.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class DriftError(RecomputeError):
 
 
 class DriftWarning(RuntimeWarning):
-    """What `DriftError` says, as a warning. Not a `UserWarning`: there are libraries that switch those off for everyone."""
+    """What `DriftError` says, as a warning. Not a `UserWarning`: there are libraries that switch
+    those off for everyone.
+    """
 
 
 class GridError(RetrogradError):
@@ -43,7 +47,9 @@ class CouplingError(RetrogradError):
     """A coupling's `inverse` does not undo its `forward`."""
 
 
-def explain(kind: type[RetrogradError], where: str, what: str, why: str, fix: str) -> RetrogradError:
+def explain(
+    kind: type[RetrogradError], where: str, what: str, why: str, fix: str
+) -> RetrogradError:
     """An error with the facts on its first line, then the reason and what to type."""
     return kind(f"{where} {what}\n  Why: {why}\n  Fix: {fix}")
 
@@ -51,19 +57,30 @@ def explain(kind: type[RetrogradError], where: str, what: str, why: str, fix: st
 def note(error: Exception, where: str, reads: Sequence[tuple[str, Sequence[Any]]]) -> None:
     """Add to a user's exception, which stays as it is, in which update it came up."""
     if hasattr(error, "add_note") and not isinstance(error, RetrogradError):  # Python 3.11
-        streams = [f"{name}: {', '.join(f'{str(t.dtype)[6:]}{list(t.shape)}' for t in leaves)}" for name, leaves in reads]
+        streams = [
+            f"{name}: {', '.join(f'{str(t.dtype)[6:]}{list(t.shape)}' for t in leaves)}"
+            for name, leaves in reads
+        ]
         error.add_note(f"in {where}, which reads {'; '.join(streams) or 'no stream'}")  # type: ignore[attr-defined]
 
 
 def misfit(where: str, returned: str, fix: str) -> RetrogradError:
-    why = "an output can be taken back out of its target only if it has the target's structure, shape and dtype."
+    why = (
+        "an output can be taken back out of its target only if it has the target's structure, "
+        "shape and dtype."
+    )
     return explain(OutputError, where, f"returned {returned}.", why, fix)
 
 
-def out_of_range(where: str, stream: str, value: float, largest: float, limit: float, bits: int, dtype: str) -> RetrogradError:
+def out_of_range(
+    where: str, stream: str, value: float, largest: float, limit: float, bits: int, dtype: str
+) -> RetrogradError:
     """`value` is the first beyond the limit, `largest` the largest of the whole call."""
     what = f"stream {stream!r} holds {value:.4g}, and its grid ends at {limit:.4g}."
-    why = f"beyond that, sums of multiples of 2**-{bits} are rounded, and undoing an update would not restore every bit."
+    why = (
+        f"beyond that, sums of multiples of 2**-{bits} are rounded, and undoing an update would "
+        "not restore every bit."
+    )
     fixes = ["look for what made it so large, or normalise the stream"]
     if isfinite(largest):
         coarse = bits - frexp(largest / limit)[1]  # as many bits less as powers of two are missing
@@ -75,59 +92,121 @@ def out_of_range(where: str, stream: str, value: float, largest: float, limit: f
 
 
 def drifted(where: str, stream: str, error: float, limit: float) -> RetrogradError:
-    what = f"rebuilt stream {stream!r} is off by {error:.0e} of its size; healthy networks of this dtype stay below {limit:.0e}."
-    why = "undoing an update rounds, and the errors add up; or a function did something else in recompute."
-    fix = "rg.check(model, x) tells which. exact=True restores every bit; rg.Additive() and a wider stream_dtype drift less."
+    what = (
+        f"rebuilt stream {stream!r} is off by {error:.0e} of its size; healthy networks of "
+        "this "
+        f"dtype stay below {limit:.0e}."
+    )
+    why = (
+        "undoing an update rounds, and the errors add up; or a function did something else in "
+        "recompute."
+    )
+    fix = (
+        "rg.check(model, x) tells which. exact=True restores every bit; rg.Additive() and a "
+        "wider stream_dtype drift less."
+    )
     return explain(DriftError, where, what, why, fix)
 
 
 def edited_input(where: str, stream: str, kind: str) -> RetrogradError:
     what = f"changed its input in place: stream {stream!r}, {kind}."
     why = "backward runs the function again and must find the input that forward found."
-    fix = "use the out-of-place operation (x + 1, not x.add_(1); inplace=False), or start the function with x.clone()."
+    fix = (
+        "use the out-of-place operation (x + 1, not x.add_(1); inplace=False), or start the "
+        "function with x.clone()."
+    )
     return explain(InPlaceError, where, what, why, fix)
 
 
 def edited_output(where: str, what: str) -> RetrogradError:
     why = "activations are rebuilt from it; from the edited value they would come out wrong."
     fix = "edit a copy: y = y + 1 instead of y += 1, or y.clone() first."
-    return explain(InPlaceError, where, f"needs {what}, and it was edited in place after forward.", why, fix)
+    return explain(
+        InPlaceError, where, f"needs {what}, and it was edited in place after forward.", why, fix
+    )
 
 
 def edited_after_save(where: str, kind: str, versions: tuple[int, int]) -> RetrogradError:
-    what = f"edits {kind} in place after autograd saved it (version {versions[0]}, now {versions[1]})."
+    what = (
+        f"edits {kind} in place after autograd saved it (version {versions[0]}, now {versions[1]})."
+    )
     why = "its backward would be computed from the edited value."
-    return explain(InPlaceError, where, what, why, "use the out-of-place operation, as plain autograd would also demand.")
+    return explain(
+        InPlaceError,
+        where,
+        what,
+        why,
+        "use the out-of-place operation, as plain autograd would also demand.",
+    )
 
 
 def edited_parameter(where: str, name: str, versions: tuple[int, int]) -> RetrogradError:
-    what = f"needs parameter {name!r} as forward saw it (version {versions[0]}), but it is at version {versions[1]}."
+    what = (
+        f"needs parameter {name!r} as forward saw it (version {versions[0]}), but it is at "
+        f"version {versions[1]}."
+    )
     why = "the function would be recomputed with other weights than it ran with."
-    return explain(InPlaceError, where, what, why, "call backward() before optimizer.step(), and edit parameters after it.")
+    return explain(
+        InPlaceError,
+        where,
+        what,
+        why,
+        "call backward() before optimizer.step(), and edit parameters after it.",
+    )
 
 
 def lost_parameter(name: str) -> RetrogradError:
     what = f"needs parameter {name!r} of a module, and the module has no such parameter any more."
-    why = "it was pruned, parametrized or otherwise rebuilt after forward, and the function must run again as it was."
-    return explain(RecomputeError, "backward", what, why, "call backward() first, and change modules after it.")
+    why = (
+        "it was pruned, parametrized or otherwise rebuilt after forward, and the function must "
+        "run again as it was."
+    )
+    return explain(
+        RecomputeError, "backward", what, why, "call backward() first, and change modules after it."
+    )
 
 
 def scripted(name: str) -> RetrogradError:
     what = f"has buffers ({name!r}) in TorchScript."
-    why = "buffers must be what forward saw when it runs again, and those of a script cannot be swapped."
-    return explain(RetrogradError, "a function", what, why, "use the module itself, torch.compile, or memory=rg.Keep().")
+    why = (
+        "buffers must be what forward saw when it runs again, and those of a script cannot be "
+        "swapped."
+    )
+    return explain(
+        RetrogradError,
+        "a function",
+        what,
+        why,
+        "use the module itself, torch.compile, or memory=rg.Keep().",
+    )
 
 
 def in_inference_mode() -> RetrogradError:
     what = "was called under torch.inference_mode()."
     why = "functions run again there, and tensors of inference mode have no gradients."
-    return explain(RetrogradError, "backward", what, why, "call backward() outside of it; torch.no_grad() is fine.")
+    return explain(
+        RetrogradError,
+        "backward",
+        what,
+        why,
+        "call backward() outside of it; torch.no_grad() is fine.",
+    )
 
 
 def edited_buffer(where: str, name: str, versions: tuple[int, int]) -> RetrogradError:
-    what = f"needs buffer {name!r} as forward saw it (version {versions[0]}), but it is at version {versions[1]}."
+    what = (
+        f"needs buffer {name!r} as forward saw it (version {versions[0]}), but it is at "
+        "version "
+        f"{versions[1]}."
+    )
     why = "the function would be recomputed with another buffer than it ran with."
-    return explain(InPlaceError, where, what, why, "edit buffers after backward(), or assign a new tensor instead of editing.")
+    return explain(
+        InPlaceError,
+        where,
+        what,
+        why,
+        "edit buffers after backward(), or assign a new tensor instead of editing.",
+    )
 
 
 def stale_activation() -> RetrogradError:
@@ -141,20 +220,33 @@ def inverse_in_place(where: str, coupling: str) -> RetrogradError:
     what = f"uses coupling {coupling}, whose inverse edits y in place."
     why = "y may be the caller's tensor."
     return explain(
-        CouplingError, where, what, why, f"write inverse(y, out) out of place; {coupling}.inverse_(y, out) may edit y."
+        CouplingError,
+        where,
+        what,
+        why,
+        f"write inverse(y, out) out of place; {coupling}.inverse_(y, out) may edit y.",
     )
 
 
 def replaced_stream(where: str, stream: str, before: str, after: str) -> RetrogradError:
-    what = f"a hook on the block replaced stream {stream!r}: {before} became {'another' if before == after else after}."
+    what = (
+        f"a hook on the block replaced stream {stream!r}: {before} became "
+        f"{'another' if before == after else after}."
+    )
     why = "what happens to a stream outside its updates cannot be undone in backward."
-    fix = "hook f and g instead; under FSDP2 leave out MixedPrecisionPolicy(output_dtype=...), or fully_shard f and g."
+    fix = (
+        "hook f and g instead; under FSDP2 leave out MixedPrecisionPolicy(output_dtype=...), or "
+        "fully_shard f and g."
+    )
     return explain(RetrogradError, where, what, why, fix)
 
 
-def wrong_inverse(where: str, coupling: str, error: float, limit: float, dtype: str) -> RetrogradError:
+def wrong_inverse(
+    where: str, coupling: str, error: float, limit: float, dtype: str
+) -> RetrogradError:
     what = (
-        f"uses coupling {coupling}, whose inverse misses the target by {error:.1e} of its size (limit {limit:.1e} for {dtype})."
+        f"uses coupling {coupling}, whose inverse misses the target by {error:.1e} of its size "
+        f"(limit {limit:.1e} for {dtype})."
     )
     why = f"{coupling}.inverse(y, out) must give back x, where y = {coupling}.forward(x, out)."
     fix = "solve forward for x in inverse, and keep factors away from zero (see rg.Affine)."
@@ -164,23 +256,43 @@ def wrong_inverse(where: str, coupling: str, error: float, limit: float, dtype: 
 def already_passed(where: str) -> RetrogradError:
     why = "an earlier backward freed the streams it was rebuilt from, or was interrupted."
     fix = "run forward again; for a second backward, call the first with retain_graph=True."
-    return explain(RetrogradError, where, "is asked for after backward has already passed it.", why, fix)
+    return explain(
+        RetrogradError, where, "is asked for after backward has already passed it.", why, fix
+    )
 
 
 def not_exact(where: str, stream: str, error: float) -> RetrogradError:
-    what = f"rebuilt stream {stream!r} is off by {error:.1e}, and with exact=True nothing may be off."
-    why = "a function gave another output in recompute: it has state outside its modules, or its kernels are not deterministic."
-    fix = "rg.check(model, x) names it; rg.is_recomputing(); torch.use_deterministic_algorithms(True) shows kernels that are not."
+    what = (
+        f"rebuilt stream {stream!r} is off by {error:.1e}, and with exact=True nothing may be off."
+    )
+    why = (
+        "a function gave another output in recompute: it has state outside its modules, or its "
+        "kernels are not deterministic."
+    )
+    fix = (
+        "rg.check(model, x) names it; rg.is_recomputing(); "
+        "torch.use_deterministic_algorithms(True) shows kernels that are not."
+    )
     return explain(RecomputeError, f"the walk back to {where}:", what, why, fix)
 
 
-def wrong_arrival(where: str, stream: str, error: float, scale: float, limit: float) -> RetrogradError:
+def wrong_arrival(
+    where: str, stream: str, error: float, scale: float, limit: float
+) -> RetrogradError:
     size = error / scale if scale else inf
-    what = f"did not arrive where forward was: stream {stream!r} is off by {size:.1e} of its size (limit {limit:.0e})."
-    why = (
-        "a function gave another output in recompute (state outside its modules), or rounding grew on the way (momentum, affine)."
+    what = (
+        f"did not arrive where forward was: stream {stream!r} is off by {size:.1e} of its size "
+        f"(limit {limit:.0e})."
     )
-    fix = "rg.check(model, x) tells which; leave such state alone with rg.is_recomputing(); prefer exact=True or wider streams."
+    why = (
+        "a function gave another output in recompute (state outside its modules), or rounding "
+        "grew on the way (momentum, affine)."
+    )
+    fix = (
+        "rg.check(model, x) tells which; leave such state alone with rg.is_recomputing(); "
+        "prefer "
+        "exact=True or wider streams."
+    )
     return explain(RecomputeError, f"the walk back to {where}", what, why, fix)
 
 
@@ -192,7 +304,10 @@ def other_recompute(where: str, then: list[Any], now: list[Any]) -> RetrogradErr
     return RecomputeError(
         f"{where} saved {len(then)} tensors in forward and {len(now)} in recompute.\n"
         f"  First difference: forward saved {a}, recompute {b}.\n"
-        "  Usual causes: a cache that grows on each call, Python's or NumPy's random, routing that depends on rounding;\n"
-        "  an attribute (an adapter, a flag) or a backend (sdpa_kernel) that was another one when forward ran.\n"
-        "  Fix: rg.check(model, x) names it; rg.is_recomputing() lets the function leave such state alone."
+        "  Usual causes: a cache that grows on each call, Python's or NumPy's random, routing that "
+        "depends on rounding;\n"
+        "  an attribute (an adapter, a flag) or a backend (sdpa_kernel) that was another one when "
+        "forward ran.\n"
+        "  Fix: rg.check(model, x) names it; rg.is_recomputing() lets the function leave such "
+        "state alone."
     )

@@ -1,16 +1,19 @@
 """Exact reversal: rebuilt streams that equal what forward saw, to the bit.
 
-Floating-point addition loses bits: `(x + out) - out` is not quite `x`. But multiples of `2**-k` add without loss as long as the
-sums stay below `2**(p - k)`, where p is the number of bits in a float's significand (24 for float32, 53 for float64). So streams
-live on such a *grid*, and a function's output is rounded to it before it is added:
+Floating-point addition loses bits: `(x + out) - out` is not quite `x`. But multiples of `2**-k` add
+without loss as long as the sums stay below `2**(p - k)`, where p is the number of bits in a float's
+significand (24 for float32, 53 for float64). So streams live on such a *grid*, and a function's
+output is rounded to it before it is added:
 
     y = x + round(out)            undone by            x = y - round(out)
 
-Rounding has the gradient of the identity. Rebuilt streams, and so recomputed functions, and so gradients, are then bit-identical
-to those of the same network with `memory=rg.Keep()`: top-k routing, hashing and bfloat16 are safe to reverse.
+Rounding has the gradient of the identity. Rebuilt streams, and so recomputed functions, and so
+gradients, are then bit-identical to those of the same network with `memory=rg.Keep()`: top-k
+routing, hashing and bfloat16 are safe to reverse.
 
-What it costs: three passes over a function's output, twice a step, and one reduction over the updated stream that sees to it that
-no value leaves the grid's range; no memory but the rounded output itself. `docs/decisions/0006` has the measurements.
+What it costs: three passes over a function's output, twice a step, and one reduction over the
+updated stream that sees to it that no value leaves the grid's range; no memory but the rounded
+output itself. `docs/decisions/0006` has the measurements.
 """
 
 from __future__ import annotations
@@ -33,10 +36,12 @@ class Grid:
     """The grid that streams live on when `exact` is asked for: multiples of `2**-bits`.
 
     Args:
-        bits: how fine it is. The finer, the smaller the range: values must stay below `2**(24 - bits)` in float32 and below
-            `2**(53 - bits)` in float64. None: 12 in float32 (steps of 2.4e-4, values below 4,096), 32 in float64 (2.3e-10, 2e6).
-        dtype: of the streams; None: that of the input, and at least float32. float64 gives a range of millions, at twice the
-            bytes of a stream. Functions always get the dtype of the input.
+        bits: how fine it is. The finer, the smaller the range: values must stay below `2**(24 -
+            bits)` in float32 and below `2**(53 - bits)` in float64. None: 12 in float32 (steps of
+            2.4e-4, values below 4,096), 32 in float64 (2.3e-10, 2e6).
+        dtype: of the streams; None: that of the input, and at least float32. float64 gives a range
+            of millions, at twice the bytes of a stream. Functions always get the dtype of the
+            input.
 
     Example:
         >>> rg.Grid(bits=16).limit(torch.float32)
@@ -48,11 +53,16 @@ class Grid:
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in _SIGNIFICAND:
-            raise ValueError(f"Grid(dtype={self.dtype}): streams on a grid are torch.float32 or torch.float64.")
+            raise ValueError(
+                f"Grid(dtype={self.dtype}): streams on a grid are torch.float32 or torch.float64."
+            )
         most = _SIGNIFICAND[self.dtype or torch.float32]
         if self.bits is not None and not (type(self.bits) is int and 0 <= self.bits < most):
             more = "" if self.dtype == torch.float64 else "; with dtype=torch.float64, to 52"
-            raise ValueError(f"Grid(bits={self.bits!r}): bits is a whole number from 0 to {most - 1}{more}. Try Grid(bits=12).")
+            raise ValueError(
+                f"Grid(bits={self.bits!r}): bits is a whole number from 0 to {most - 1}{more}. Try "
+                "Grid(bits=12)."
+            )
 
     def bits_of(self, dtype: torch.dtype) -> int:
         return _DEFAULT_BITS[dtype] if self.bits is None else self.bits
@@ -60,14 +70,18 @@ class Grid:
     def limit(self, dtype: torch.dtype) -> float:
         """What values of streams in `dtype`, float32 or float64, must stay below."""
         if dtype not in _SIGNIFICAND:
-            raise ValueError(f"limit({dtype}): streams on a grid are torch.float32 or torch.float64.")
+            raise ValueError(
+                f"limit({dtype}): streams on a grid are torch.float32 or torch.float64."
+            )
         return 2.0 ** (_SIGNIFICAND[dtype] - self.bits_of(dtype))
 
     def round(self, out: Tensor, dtype: torch.dtype) -> Tensor:
         """`out` in `dtype`, on the grid. With the gradient of the identity."""
         return self.rounded(out, dtype, _Round.apply)
 
-    def rounded(self, out: Tensor, dtype: torch.dtype, to_multiples: Callable[..., Any] | None = None) -> Tensor:
+    def rounded(
+        self, out: Tensor, dtype: torch.dtype, to_multiples: Callable[..., Any] | None = None
+    ) -> Tensor:
         """The same without a gradient."""
         if dtype.is_complex:
             parts = torch.view_as_real(out.to(dtype).resolve_conj())
@@ -121,17 +135,28 @@ class Precision:
             raise TypeError(f"exact={exact!r}: pass True, False or rg.Grid(bits=..., dtype=...).")
         if drift not in ("warn", "raise", "ignore"):
             raise ValueError(f'drift={drift!r}: choose "warn", "raise" or "ignore".')
-        if stream_dtype is not None and stream_dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-            raise TypeError(f"stream_dtype={stream_dtype!r}: pass a floating-point dtype, such as torch.float32.")
+        if stream_dtype is not None and stream_dtype not in (
+            torch.float64,
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+        ):
+            raise TypeError(
+                f"stream_dtype={stream_dtype!r}: pass a floating-point dtype, such as "
+                "torch.float32."
+            )
         self.exact, self.stream_dtype = exact, stream_dtype  # as given
         self.grid = Grid() if exact is True else exact or None
         self.drift = drift
         self.width = stream_dtype or torch.float32
         if self.grid is None:
             return
-        if self.width not in _SIGNIFICAND or (stream_dtype and self.grid.dtype not in (None, stream_dtype)):
+        if self.width not in _SIGNIFICAND or (
+            stream_dtype and self.grid.dtype not in (None, stream_dtype)
+        ):
             raise ValueError(
-                f"stream_dtype={stream_dtype} with exact={exact!r}: streams on a grid are float32 or float64, not both."
+                f"stream_dtype={stream_dtype} with exact={exact!r}: streams on a grid are float32 "
+                "or float64, not both."
             )
         self.on_grid = OnGrid(self.grid)
         self.width = self.grid.dtype or self.width
@@ -148,8 +173,10 @@ class Precision:
         if type(coupling) is Additive:
             return self.on_grid
         raise ValueError(
-            f"{where}: exact reversal needs additive couplings, and this one is {coupling!r}. Multiplying a stream by anything "
-            "but a power of two loses bits that no later step brings back. Use rg.Additive(), or exact=False with drift='raise' "
+            f"{where}: exact reversal needs additive couplings, and this one is {coupling!r}. "
+            "Multiplying a stream by anything "
+            "but a power of two loses bits that no later step brings back. Use rg.Additive(), or "
+            "exact=False with drift='raise' "
             "to be told when rounding errors grow."
         )
 
@@ -158,5 +185,6 @@ class Precision:
         if not (leaf.is_floating_point() or leaf.is_complex()):
             return leaf
         dtype = torch.promote_types(leaf.dtype, self.width)
-        # Plus zero: -0.0 would come back as 0.0, and a function may tell them apart. No update makes another one.
+        # Plus zero: -0.0 would come back as 0.0, and a function may tell them apart. No update
+        # makes another one.
         return leaf.to(dtype) if self.grid is None else self.grid.round(leaf, dtype) + 0.0

@@ -1,9 +1,11 @@
 """What a function holds: modules, generators and weights, wherever it keeps them.
 
-A module has its children registered. But a function may also be a lambda over a module, a partial over a weight, a method, an
-object with a generator in a list, or a function that uses a global. All of that is what it runs with, and must be replayed or at
-least checked. Looked for wherever functions can refer to something: closures, defaults, `__self__`, attributes, partials, globals
-that its code loads, and containers of these; and in attributes of users' own modules. torch's functions are not searched.
+A module has its children registered. But a function may also be a lambda over a module, a partial
+over a weight, a method, an object with a generator in a list, or a function that uses a global. All
+of that is what it runs with, and must be replayed or at least checked. Looked for wherever
+functions can refer to something: closures, defaults, `__self__`, attributes, partials, globals that
+its code loads, and containers of these; and in attributes of users' own modules. torch's functions
+are not searched.
 """
 
 from __future__ import annotations
@@ -17,11 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Where something was found: how to look again, and what was there. `Structure.is_current` looks again at every call.
+# Where something was found: how to look again, and what was there. `Structure.is_current` looks
+# again at every call.
 Reference = tuple[Any, Any, Any]  # a dict, list or cell; a key in it; the value
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), type, torch.dtype, torch.device, types.ModuleType)
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bool,
+    type(None),
+    type,
+    torch.dtype,
+    torch.device,
+    types.ModuleType,
+)
 _NOTHING: Any = object()
 MANY = 64  # a container with more in it holds data
 
@@ -31,7 +46,9 @@ class Holdings:
 
     def __init__(self, functions: Iterable[Any]) -> None:
         functions = list(functions)
-        self.modules: list[nn.Module] = [function for function in functions if isinstance(function, nn.Module)]
+        self.modules: list[nn.Module] = [
+            function for function in functions if isinstance(function, nn.Module)
+        ]
         self.generators: list[torch.Generator] = []
         self.weights: list[Tensor] = []  # tensors that want gradients and are no module's
         self.references: list[Reference] = []
@@ -42,10 +59,15 @@ class Holdings:
                 self._search(function)
         for module in self.modules:  # grows while it is walked
             if module._modules:
-                self.modules.extend([child for child in module._modules.values() if child is not None])
+                self.modules.extend(
+                    [child for child in module._modules.values() if child is not None]
+                )
             if is_users(module):
                 for name, value in module.__dict__.items():
-                    if name[0] != "_" and (isinstance(value, (Tensor, torch.Generator, *_CONTAINERS)) or callable(value)):
+                    if name[0] != "_" and (
+                        isinstance(value, (Tensor, torch.Generator, *_CONTAINERS))
+                        or callable(value)
+                    ):
                         self._follow(module.__dict__, name, value)
 
     def is_current(self) -> bool:
@@ -72,7 +94,9 @@ class Holdings:
         elif callable(value) or (isinstance(value, _CONTAINERS) and len(value) <= MANY):
             self._search(value)
         else:  # some object that it uses: what of it, nobody knows
-            self.generators += [inner for inner in _attributes(value).values() if isinstance(inner, torch.Generator)]
+            self.generators += [
+                inner for inner in _attributes(value).values() if isinstance(inner, torch.Generator)
+            ]
         if self._count() != before:
             self.references.append((place, key, value))
 
@@ -80,8 +104,12 @@ class Holdings:
         return len(self.modules) + len(self.generators) + len(self.weights) + len(self.references)
 
     def _is_parent(self, module: nn.Module) -> bool:
-        """Whether the functions are part of it: modules refer to their parents through lists, and scripts to the whole model."""
-        parts = (inner for part in module.modules() for inner in (part, *_attributes(part).values()))
+        """Whether the functions are part of it: modules refer to their parents through lists, and
+        scripts to the whole model.
+        """
+        parts = (
+            inner for part in module.modules() for inner in (part, *_attributes(part).values())
+        )
         return any(id(inner) in self._roots for inner in parts)
 
 
@@ -99,14 +127,21 @@ def _references(value: Any) -> Iterator[Reference]:
     elif isinstance(value, (set, frozenset)):
         yield from (((inner,), 0, inner) for inner in value)
     elif isinstance(value, functools.partial):
-        yield from (((inner,), 0, inner) for inner in (value.func, *value.args, *value.keywords.values()))
+        yield from (
+            ((inner,), 0, inner) for inner in (value.func, *value.args, *value.keywords.values())
+        )
     elif isinstance(value, types.MethodType):
         yield from (((inner,), 0, inner) for inner in (value.__self__, value.__func__))
     elif isinstance(value, types.FunctionType):
         if (value.__module__ or "").split(".")[0] == "torch":
             return
-        yield from ((value.__defaults__, i, inner) for i, inner in enumerate(value.__defaults__ or ()))
-        yield from ((value.__kwdefaults__, key, inner) for key, inner in (value.__kwdefaults__ or {}).items())
+        yield from (
+            (value.__defaults__, i, inner) for i, inner in enumerate(value.__defaults__ or ())
+        )
+        yield from (
+            (value.__kwdefaults__, key, inner)
+            for key, inner in (value.__kwdefaults__ or {}).items()
+        )
         for cell in value.__closure__ or ():
             if cell != _EMPTY:
                 yield cell, None, cell.cell_contents
@@ -124,7 +159,9 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def globals_of(code: types.CodeType) -> tuple[str, ...]:
-    return tuple({i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
+    return tuple(
+        {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    )
 
 
 def _at(place: Any, key: Any) -> Any:

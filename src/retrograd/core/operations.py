@@ -1,9 +1,11 @@
 """Keeping what single operations inside a function returned, so that they need not run again.
 
-As torch's selective checkpointing does (`torch.utils.checkpoint.create_selective_checkpoint_contexts`), with two differences
-that a recompute inside backward needs: an operation that forward did not run simply runs (autocast casts a shared weight once
-in forward and twice in recompute), and a graph may be walked twice. Where an operation stands elsewhere in the function than in
-forward, has inputs of other shapes, or what it had returned was written to since, it runs as well.
+As torch's selective checkpointing does
+(`torch.utils.checkpoint.create_selective_checkpoint_contexts`), with two differences that a
+recompute inside backward needs: an operation that forward did not run simply runs (autocast casts a
+shared weight once in forward and twice in recompute), and a graph may be walked twice. Where an
+operation stands elsewhere in the function than in forward, has inputs of other shapes, or what it
+had returned was written to since, it runs as well.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class KeepOperations(DispatchMode):
         if (func, number) in self.chosen:
             leaves, spec = flatten(result)
             leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            self.kept[func, number] = Kept(len(self.frame.store), _shapes(args), leaves, spec, _versions(leaves))
+            self.kept[func, number] = Kept(
+                len(self.frame.store), _shapes(args), leaves, spec, _versions(leaves)
+            )
         return result
 
 
@@ -66,7 +70,9 @@ class ReuseOperations(DispatchMode):
             return func(*args, **(kwargs or {}))
         if kept.inputs != _shapes(args) or kept.versions != _versions(kept.leaves):
             return func(*args, **(kwargs or {}))
-        return unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in kept.leaves], kept.spec)
+        return unflatten(
+            [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in kept.leaves], kept.spec
+        )
 
 
 def _shapes(args: Any) -> list[Any]:

@@ -1,11 +1,14 @@
-"""Forward, recorded: the real autograd graph, with a number wherever autograd would have saved a tensor.
+"""Forward, recorded: the real autograd graph, with a number wherever autograd would have saved a
+tensor.
 
-While a function runs, `torch.autograd.graph.saved_tensors_hooks` hand each tensor that autograd wants to save to a `Frame`,
-which lets go of them all when the function is done. What backward needs to make them again is a few facts for each update,
-which the tape leaves in a `walk.Walk`. The graph holds the frames, the frames hold the walk, and the walk holds neither: so
-dropping the output frees everything at once, without the garbage collector.
+While a function runs, `torch.autograd.graph.saved_tensors_hooks` hand each tensor that autograd
+wants to save to a `Frame`, which lets go of them all when the function is done. What backward needs
+to make them again is a few facts for each update, which the tape leaves in a `walk.Walk`. The graph
+holds the frames, the frames hold the walk, and the walk holds neither: so dropping the output frees
+everything at once, without the garbage collector.
 
-The last updates are *kept* (see `memory`): they run as plain autograd, and the state before them is where the walk begins.
+The last updates are *kept* (see `memory`): they run as plain autograd, and the state before them is
+where the walk begins.
 """
 
 from __future__ import annotations
@@ -55,12 +58,17 @@ class Tape(Run):
         self.sample = plan.sample
         self.sample_bytes: list[int] = []
         self.sealed = False  # from here on updates are kept: plain autograd
-        self.untried = {id(step.coupling) for step in program if not isinstance(step.coupling, TRUSTED)}
+        self.untried = {
+            id(step.coupling) for step in program if not isinstance(step.coupling, TRUSTED)
+        }
         arguments = Arguments(keywords)
         leaves = (leaf for values in self.state.values() for leaf in values)
         # A coupling of ours has no state; a user's own may be a module, and so may an argument.
         given = tuple(value for value in arguments.leaves if isinstance(value, torch.nn.Module))
-        functions = [(s.fn, *given) if isinstance(s.coupling, TRUSTED) else (s.fn, s.coupling, *given) for s in program]
+        functions = [
+            (s.fn, *given) if isinstance(s.coupling, TRUSTED) else (s.fn, s.coupling, *given)
+            for s in program
+        ]
         self.scene = Scene(backstage.get(functions), leaves, arguments.leaves)
         self.waypoints: Waypoints = (plan.waypoints or Waypoints)(program, precision, backstage)
         # What functions compute in, whatever they return.
@@ -87,13 +95,19 @@ class Tape(Run):
             if leaves is self.state[name]:
                 continue  # nearly always
             for before, after in zip(self.state[name], leaves):
-                if after is not before and (after.dtype != before.dtype or after.data_ptr() != before.data_ptr()):
+                if after is not before and (
+                    after.dtype != before.dtype or after.data_ptr() != before.data_ptr()
+                ):
                     raise self.replaced(name, before, describe(after))
         super().resume(state)
 
     def update(self, step: Step) -> None:
         index, plan = self.index, self.plan
-        if not self.sealed and index >= plan.spare and (index == plan.kept or (index == plan.spare and self.can_spare())):
+        if (
+            not self.sealed
+            and index >= plan.spare
+            and (index == plan.kept or (index == plan.spare and self.can_spare()))
+        ):
             self.seal()
         if self.sealed:
             return super().update(step)
@@ -119,7 +133,11 @@ class Tape(Run):
         record.random = walk.note_random()
         push_hooks(frame.pack, frame.unpack)
         try:
-            output = self.call_as_planned(step, reads, frame) if planned else call(step, reads, self.keywords)
+            output = (
+                self.call_as_planned(step, reads, frame)
+                if planned
+                else call(step, reads, self.keywords)
+            )
             parts, aux = fit(output, self.program, index, target, specs[step.target])
             del output
             record.by_fn = len(frame.store)  # type: ignore[arg-type]
@@ -150,12 +168,18 @@ class Tape(Run):
             cast.saved = record.saved
         record.buffers, replayable = scene.changes(cast, seen)
         if not replayable:
-            record.versions, record.kept = scene.versions[cast.number], [tuple(o.detach() for o in outs) for outs in parts]
+            record.versions, record.kept = (
+                scene.versions[cast.number],
+                [tuple(o.detach() for o in outs) for outs in parts],
+            )
             frame.keep(saved)
         elif choice.output:
             kept = [tuple(o.detach() for o in outs) for outs in parts]
             if saved:
-                frame.output, frame.output_versions = kept, [o._version for outs in kept for o in outs]
+                frame.output, frame.output_versions = (
+                    kept,
+                    [o._version for outs in kept for o in outs],
+                )
             else:
                 record.kept = kept  # no one will hold the frame
         if plan.watcher is not None:
@@ -165,7 +189,9 @@ class Tape(Run):
         walk.records.append(record)
         walk.frames.append(weakref.ref(frame))
         if cast.parameters and (scene.steps_in_backward or not saved):
-            for node in {out.grad_fn or y.grad_fn for y, outs in zip(updated, parts) for out in outs}:
+            for node in {
+                out.grad_fn or y.grad_fn for y, outs in zip(updated, parts) for out in outs
+            }:
                 if node is not None:
                     node.register_prehook(functools.partial(walk.arrive, index))
         state[step.target] = updated
@@ -189,23 +215,34 @@ class Tape(Run):
 
     def can_spare(self) -> bool:
         """Whether the last block may be kept without raising the peak: see `memory.Reverse`."""
-        # Whoever surrounds us with hooks (an outer stack, checkpoint) may run this forward again, after gradients came or went,
-        # and must find the same graph.
+        # Whoever surrounds us with hooks (an outer stack, checkpoint) may run this forward again,
+        # after gradients came or went, and must find the same graph.
         if surrounding_hooks():
             return False
-        # [Note: several processes] Functions may communicate, in forward and again in recompute. What is rebuilt must be the same
-        # in every process, and here it would depend on the shapes and gradients of one.
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        # [Note: several processes] Functions may communicate, in forward and again in recompute.
+        # What is rebuilt must be the same in every process, and here it would depend on the shapes
+        # and gradients of one.
+        if (
+            torch.distributed.is_available()
+            and torch.distributed.is_initialized()
+            and torch.distributed.get_world_size() > 1
+        ):
             return False
         to_come = 0
         for cast in self.scene.casts:
-            to_come += sum(nbytes(p) for p in cast.parameters if p.requires_grad and p.is_leaf and p.grad is None)
+            to_come += sum(
+                nbytes(p)
+                for p in cast.parameters
+                if p.requires_grad and p.is_leaf and p.grad is None
+            )
             if is_spare(self.sample_bytes, to_come):
                 return True
         return False
 
     def seal(self) -> None:
-        """The end of what is rebuilt: leave the state to the walk, and let whatever follows be plain autograd."""
+        """The end of what is rebuilt: leave the state to the walk, and let whatever follows be
+        plain autograd.
+        """
         self.sealed = True
         self.walk.begin_at(self.state)
 
@@ -218,7 +255,9 @@ class Tape(Run):
 
     @torch.no_grad()
     def try_coupling(self, step: Step, parts: Parts, updated: Leaves) -> None:
-        """A user's own coupling, once a call: does its inverse undo its forward? Otherwise gradients would be wrong."""
+        """A user's own coupling, once a call: does its inverse undo its forward? Otherwise
+        gradients would be wrong.
+        """
         for x, y, out in zip(self.state[step.target], updated, parts):
             if not (x.is_floating_point() or x.is_complex()) or not x.numel() or x.is_meta:
                 continue
@@ -227,11 +266,18 @@ class Tape(Run):
             error = (step.coupling.inverse(copy, *out) - x).abs().max().item()
             if copy._version:
                 raise errors.inverse_in_place(where, coupling)
-            scale, limit = max(t.abs().max().item() for t in (x, y, *out)), torch.finfo(x.dtype).eps ** 0.5
+            scale, limit = (
+                max(t.abs().max().item() for t in (x, y, *out)),
+                torch.finfo(x.dtype).eps ** 0.5,
+            )
             if error > limit * scale:
-                raise errors.wrong_inverse(where, coupling, error / scale, limit, str(x.dtype).removeprefix("torch."))
+                raise errors.wrong_inverse(
+                    where, coupling, error / scale, limit, str(x.dtype).removeprefix("torch.")
+                )
 
 
 def activation_bytes(saved: list[Tensor]) -> int:
     """Bytes of distinct memory among saved tensors, parameters (and views of them) aside."""
-    return distinct_bytes(t for t in saved if not isinstance(t if t._base is None else t._base, torch.nn.Parameter))
+    return distinct_bytes(
+        t for t in saved if not isinstance(t if t._base is None else t._base, torch.nn.Parameter)
+    )

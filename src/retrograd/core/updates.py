@@ -1,13 +1,16 @@
-"""What a reversible program is made of: updates, and the arithmetic by which a function's output enters its target.
+"""What a reversible program is made of: updates, and the arithmetic by which a function's output
+enters its target.
 
 One update replaces one stream, its *target*, by a value that depends on other streams, its *reads*:
 
     stream[target] = coupling.forward(stream[target], fn(*[stream[r] for r in reads], **kwargs))
 
-`fn` never reads its target. So, given the streams afterwards, `fn` can run again on the same reads, and
-`coupling.inverse` takes its output back out of the target. Any list of updates therefore runs backwards.
+`fn` never reads its target. So, given the streams afterwards, `fn` can run again on the same reads,
+and `coupling.inverse` takes its output back out of the target. Any list of updates therefore runs
+backwards.
 
-This file is arithmetic only. Gradients are never written by hand: autograd derives them from `forward`.
+This file is arithmetic only. Gradients are never written by hand: autograd derives them from
+`forward`.
 """
 
 from __future__ import annotations
@@ -23,14 +26,16 @@ PairProgram = tuple[tuple[str, "str | None", tuple[str, ...]], ...]
 
 
 class Coupling:
-    """How a function's output enters its target. Subclass it, or write any class with `forward` and `inverse`.
+    """How a function's output enters its target. Subclass it, or write any class with `forward` and
+    `inverse`.
 
     Both work on one tensor at a time; a stream that is a pytree is coupled leaf by leaf.
 
     - `forward(x, out)` returns the new value of the target, of the shape and dtype of `x`;
     - `inverse(y, out)` returns `x` again, given the same `out`;
-    - `returns` names what the function must return. More than one name means a tuple, passed as further arguments:
-      with `returns = ("log_scale", "shift")` the calls are `forward(x, log_scale, shift)` and `inverse(y, log_scale, shift)`.
+    - `returns` names what the function must return. More than one name means a tuple, passed as
+      further arguments: with `returns = ("log_scale", "shift")` the calls are `forward(x,
+      log_scale, shift)` and `inverse(y, log_scale, shift)`.
 
     Example:
         >>> class Doubling(rg.Coupling):
@@ -42,22 +47,29 @@ class Coupling:
 
     returns: tuple[str, ...] = ("out",)
 
-    if TYPE_CHECKING:  # the signatures differ in the number of `out` arguments, which a type cannot say
+    if (
+        TYPE_CHECKING
+    ):  # the signatures differ in the number of `out` arguments, which a type cannot say
         forward: Callable[..., Tensor]
         inverse: Callable[..., Tensor]
 
     def inverse_(self, y: Tensor, *out: Tensor) -> Tensor:
-        """`inverse`, allowed to overwrite `y`: no one else sees it. Optional; saves one stream at the peak."""
+        """`inverse`, allowed to overwrite `y`: no one else sees it. Optional; saves one stream at
+        the peak.
+        """
         return self.inverse(y, *out)
 
     def pair(self) -> PairProgram:
-        """One block of a stack of `(f, g)`, as `(target, function, reads)`; function None adds the read itself."""
+        """One block of a stack of `(f, g)`, as `(target, function, reads)`; function None adds the
+        read itself.
+        """
         return (("x1", "f", ("x2",)), ("x2", "g", ("x1",)))
 
 
 @dataclass(frozen=True)
 class Additive(Coupling):
-    """`y = x + out`, undone by `x = y - out`. The default: cheapest, and the only one whose backward needs no target.
+    """`y = x + out`, undone by `x = y - out`. The default: cheapest, and the only one whose
+    backward needs no target.
 
     Kept: nothing. Rebuilt: the target, in place where no one else sees it.
     """
@@ -74,11 +86,13 @@ class Additive(Coupling):
 
 @dataclass(frozen=True)
 class Affine(Coupling):
-    """`y = x * exp(s) + shift`, undone by `x = (y - shift) * exp(-s)`; the function returns `(log_scale, shift)`.
+    """`y = x * exp(s) + shift`, undone by `x = (y - shift) * exp(-s)`; the function returns
+    `(log_scale, shift)`.
 
-    The scale is bounded smoothly: `s = limit * tanh(log_scale / limit)`, so one update multiplies by a factor between
-    `exp(-limit)` and `exp(limit)` (0.37 to 2.72 by default), and undoing it enlarges rounding errors by at most
-    `exp(limit)`. For small `log_scale` the bound is invisible: `s = log_scale` up to third order.
+    The scale is bounded smoothly: `s = limit * tanh(log_scale / limit)`, so one update multiplies
+    by a factor between `exp(-limit)` and `exp(limit)` (0.37 to 2.72 by default), and undoing it
+    enlarges rounding errors by at most `exp(limit)`. For small `log_scale` the bound is invisible:
+    `s = log_scale` up to third order.
 
     Kept: nothing. Rebuilt: the target. Costs a few element-wise operations more than `Additive`.
     """
@@ -88,13 +102,18 @@ class Affine(Coupling):
 
     def __post_init__(self) -> None:
         if not (self.limit > 0 and math.isfinite(self.limit)):
-            raise ValueError(f"Affine(limit={self.limit!r}): limit must be a positive number, for instance Affine(1.0).")
+            raise ValueError(
+                f"Affine(limit={self.limit!r}): limit must be a positive number, for instance "
+                "Affine(1.0)."
+            )
 
     def _bounded(self, log_scale: Tensor) -> Tensor:
         return self.limit * (log_scale / self.limit).tanh()
 
     def forward(self, x: Tensor, log_scale: Tensor, shift: Tensor) -> Tensor:
-        return x * self._bounded(log_scale.to(x.dtype)).exp() + shift  # in the stream's dtype, which may be wider
+        return (
+            x * self._bounded(log_scale.to(x.dtype)).exp() + shift
+        )  # in the stream's dtype, which may be wider
 
     def inverse(self, y: Tensor, log_scale: Tensor, shift: Tensor) -> Tensor:
         return (y - shift) * (-self._bounded(log_scale.to(y.dtype))).exp()
@@ -102,14 +121,16 @@ class Affine(Coupling):
 
 @dataclass(frozen=True)
 class Momentum(Coupling):
-    """A residual network with momentum: a velocity `v` and a position `x`, for every function of the stack
+    """A residual network with momentum: a velocity `v` and a position `x`, for every function of
+    the stack
 
         v = gamma * v + (1 - gamma) * f(x)
         x = x + v
 
-    On an `Update`, it is the first line alone (target `v`, reads `x`); the second is an update of its own,
-    `Update("x", nn.Identity(), reads=("v",))`. In a `ReversibleSequence` of `(f, g)`, each function is followed by its
-    step of the position; stream 1 is the velocity and stream 2 the position. Start at rest with `streams=rg.AtRest()`.
+    On an `Update`, it is the first line alone (target `v`, reads `x`); the second is an update of
+    its own, `Update("x", nn.Identity(), reads=("v",))`. In a `ReversibleSequence` of `(f, g)`, each
+    function is followed by its step of the position; stream 1 is the velocity and stream 2 the
+    position. Start at rest with `streams=rg.AtRest()`.
 
     Undoing divides by gamma, so rounding errors grow by `1 / gamma` for each function walked back.
     """
@@ -119,7 +140,8 @@ class Momentum(Coupling):
     def __post_init__(self) -> None:
         if not 0 < self.gamma < 1:
             raise ValueError(
-                f"Momentum(gamma={self.gamma!r}): gamma must lie strictly between 0 and 1, because undoing an update divides "
+                f"Momentum(gamma={self.gamma!r}): gamma must lie strictly between 0 and 1, because "
+                "undoing an update divides "
                 "by it and 1 would leave the functions out. Try Momentum(0.9)."
             )
 
@@ -138,15 +160,20 @@ class Momentum(Coupling):
         return (f, move, g, move)
 
 
-TRUSTED = (Additive, Affine, Momentum)  # proven by the tests; a user's own coupling is tried on live data instead
+TRUSTED = (
+    Additive,
+    Affine,
+    Momentum,
+)  # proven by the tests; a user's own coupling is tried on live data instead
 
 
 @dataclass(frozen=True)
 class WithAux:
     """What a function returns when it has more to say than its output.
 
-    `aux` is any pytree of tensors: a load-balancing loss, attention maps. The stack then returns `(y, aux)`, where `aux` is
-    a list with an entry for each call that returned one, in forward order; gradients flow through it.
+    `aux` is any pytree of tensors: a load-balancing loss, attention maps. The stack then returns
+    `(y, aux)`, where `aux` is a list with an entry for each call that returned one, in forward
+    order; gradients flow through it.
     """
 
     output: Any

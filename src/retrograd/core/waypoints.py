@@ -1,13 +1,18 @@
-"""Where a walk back must pass: a few elements of every stream, noted in forward at a few updates, compared in backward.
+"""Where a walk back must pass: a few elements of every stream, noted in forward at a few updates,
+compared in backward.
 
-Undoing an addition rounds, so a rebuilt stream *drifts* from what forward saw; and a function that does something else the second
-time leads the walk astray. Both show here. Eight places, sixteen elements of each stream: it costs next to nothing.
+Undoing an addition rounds, so a rebuilt stream *drifts* from what forward saw; and a function that
+does something else the second time leads the walk astray. Both show here. Eight places, sixteen
+elements of each stream: it costs next to nothing.
 
-Two limits, relative to what the stream held here and where the walk began, by the epsilon of the narrowest dtype in play:
+Two limits, relative to what the stream held here and where the walk began, by the epsilon of the
+narrowest dtype in play:
 
-- of *drift*, its square root, and at most 3 % (3e-4 in float32, 3e-2 in bfloat16): half of the digits are gone, or more than
-  bfloat16 costs gradients anyway. Warns once, or raises, or neither, as the stack's `drift` says.
-- of *arrival*, its fourth root (2e-2 in float32, 0.3 in bfloat16): far beyond healthy rounding. Raises.
+- of *drift*, its square root, and at most 3 % (3e-4 in float32, 3e-2 in bfloat16): half of the
+  digits are gone, or more than bfloat16 costs gradients anyway. Warns once, or raises, or neither,
+  as the stack's `drift` says.
+- of *arrival*, its fourth root (2e-2 in float32, 0.3 in bfloat16): far beyond healthy rounding.
+  Raises.
 
 On an exact stack nothing is rounded, and any difference raises.
 """
@@ -47,7 +52,9 @@ class Waypoints:
         self.seen: dict[int, Samples] = {}
         self.end: Samples = {}
         self.narrow = 0.0  # the largest epsilon of what functions compute in
-        self.found: list[tuple[int, Samples]] = []  # what the walk back saw, where nobody has looked at it yet
+        self.found: list[
+            tuple[int, Samples]
+        ] = []  # what the walk back saw, where nobody has looked at it yet
 
     def saw(self, dtype: torch.dtype | None) -> None:
         """A function computes in this dtype, or returned it."""
@@ -73,13 +80,25 @@ class Waypoints:
                         if rows[0] is not None:
                             self.judge(place_found, name, leaf.dtype.to_real(), *map(values, rows))
 
-    def judge(self, index: int, stream: str, dtype: torch.dtype, now: list[Any], then: list[Any], end: list[Any]) -> None:
+    def judge(
+        self,
+        index: int,
+        stream: str,
+        dtype: torch.dtype,
+        now: list[Any],
+        then: list[Any],
+        end: list[Any],
+    ) -> None:
         epsilon = max(self.narrow, torch.finfo(dtype).eps)
         expected = min(epsilon**0.5, 0.03)
-        if now == then or (not self.exact and max(map(abs, map(sub, now, then))) <= expected * abs(then[0])):
+        if now == then or (
+            not self.exact and max(map(abs, map(sub, now, then))) <= expected * abs(then[0])
+        ):
             return  # nearly always; NaN is not
         # What became infinite in forward cannot be undone; plain autograd has no use for it either.
-        error: float = max([off for off in [abs(a - b) for a, b in zip(now, then)] if isfinite(off)], default=0.0)
+        error: float = max(
+            [off for off in [abs(a - b) for a, b in zip(now, then)] if isfinite(off)], default=0.0
+        )
         scale: float = max([size for size in map(abs, then + end) if isfinite(size)], default=0.0)
         where = place(self.program, index)
         if self.exact:
@@ -98,7 +117,10 @@ class Waypoints:
 def _callers_level() -> int:
     """Of whoever called backward: neither this library nor torch."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("retrograd", "torch"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
+        "retrograd",
+        "torch",
+    ):
         frame, level = frame.f_back, level + 1
     return level
 
@@ -108,9 +130,11 @@ def samples(state: State) -> Samples:
 
 
 def sample(leaf: Tensor) -> Any:
-    """Sixteen elements of a tensor, or all of a smaller one: the same ones whatever its strides. None if it has none to show.
+    """Sixteen elements of a tensor, or all of a smaller one: the same ones whatever its strides.
+    None if it has none to show.
 
-    Numbers, of a tensor on the CPU; elsewhere a small tensor, because looking at it would wait for the device.
+    Numbers, of a tensor on the CPU; elsewhere a small tensor, because looking at it would wait for
+    the device.
     """
     if is_fake(leaf):
         return None
@@ -122,7 +146,9 @@ def sample(leaf: Tensor) -> Any:
     if leaf.is_contiguous():
         picked = leaf.as_strided((count,), (step,))
     else:
-        picked = leaf[torch.unravel_index(torch.arange(count, device=leaf.device) * step, leaf.shape)]
+        picked = leaf[
+            torch.unravel_index(torch.arange(count, device=leaf.device) * step, leaf.shape)
+        ]
     return picked.tolist() if type(picked) is Tensor and picked.is_cpu else picked.clone()
 
 

@@ -7,7 +7,8 @@
 
 The layers are a `ReversibleSequence`, so activation memory does not grow with `depth`.
 
-    >>> model = VisionTransformer(Config(size=8, patch=2, channels=1, classes=10, depth=4, width=32, heads=2))
+    >>> config = Config(size=8, patch=2, channels=1, classes=10, depth=4, width=32, heads=2)
+    >>> model = VisionTransformer(config)
     >>> model(torch.randn(3, 1, 8, 8)).shape
     torch.Size([3, 10])
 """
@@ -38,13 +39,20 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.size % self.patch:
-            raise ValueError(f"size={self.size}, patch={self.patch}: patches must cover the image; choose a divisor of its size.")
+            raise ValueError(
+                f"size={self.size}, patch={self.patch}: patches must cover the image; choose a "
+                "divisor of its size."
+            )
         if self.width % self.heads:
-            raise ValueError(f"width={self.width}, heads={self.heads}: width must be a multiple of heads.")
+            raise ValueError(
+                f"width={self.width}, heads={self.heads}: width must be a multiple of heads."
+            )
 
 
 def small(last: nn.Linear, config: Config) -> nn.Linear:
-    """A function's last layer, so that what enters the streams is smaller the more layers there are."""
+    """A function's last layer, so that what enters the streams is smaller the more layers there
+    are.
+    """
     nn.init.normal_(last.weight, std=(2 * config.depth * last.in_features) ** -0.5)
     nn.init.zeros_(last.bias)
     return last
@@ -62,7 +70,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, n, d = x.shape
-        q, k, v = self.qkv(self.norm(x)).view(b, n, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm(x)).view(b, n, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        )
         y = nn.functional.scaled_dot_product_attention(q, k, v)  # b, heads, n, channels
         return self.out(y.transpose(1, 2).reshape(b, n, d))
 
@@ -84,7 +94,8 @@ class VisionTransformer(nn.Module):
 
     Args:
         config: its shape.
-        **options: how the layers are reversed: `memory`, `exact`, and the others of `ReversibleSequence`.
+        **options: how the layers are reversed: `memory`, `exact`, and the others of
+            `ReversibleSequence`.
     """
 
     def __init__(self, config: Config, **options: Any) -> None:
@@ -93,7 +104,9 @@ class VisionTransformer(nn.Module):
         patches = (config.size // config.patch) ** 2
         self.patches = nn.Conv2d(config.channels, config.width, config.patch, config.patch)
         self.places = nn.Parameter(0.3 * torch.randn(patches, config.width))
-        self.layers = rg.ReversibleSequence([(Attention(config), FeedForward(config)) for _ in range(config.depth)], **options)
+        self.layers = rg.ReversibleSequence(
+            [(Attention(config), FeedForward(config)) for _ in range(config.depth)], **options
+        )
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.classes)
 

@@ -1,9 +1,11 @@
-"""The states of a run: written aside and renamed, with checksums; the last few are kept, and a damaged one is passed over.
+"""The states of a run: written aside and renamed, with checksums; the last few are kept, and a
+damaged one is passed over.
 
     RUN/checkpoints/00000200/model.safetensors, optimizer.safetensors, state.json
 
-or, of a sharded run, a file of each process instead, by `torch.distributed.checkpoint`. safetensors and JSON only: to load a
-checkpoint never runs code. `state.json` is written last and has the SHA-256 of the others.
+or, of a sharded run, a file of each process instead, by `torch.distributed.checkpoint`. safetensors
+and JSON only: to load a checkpoint never runs code. `state.json` is written last and has the
+SHA-256 of the others.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ def save(run: Path, step: int, tensors: Tensors) -> Path:
     aside = _begin(run, step)
     try:
         for name, group in tensors.items():
-            save_file({key: tensor.detach().contiguous().cpu() for key, tensor in group.items()}, aside / f"{name}.safetensors")
+            save_file(
+                {key: tensor.detach().contiguous().cpu() for key, tensor in group.items()},
+                aside / f"{name}.safetensors",
+            )
         return _end(run, step, sharded=False)
     except (OSError, SafetensorError) as error:
         raise _unsaved(run, step, error) from error
@@ -73,7 +78,9 @@ def save_shards(run: Path, step: int, tensors: Tensors) -> None:
 def _unsaved(run: Path, step: int, error: BaseException) -> CheckpointError:
     shutil.rmtree(_aside(run, step), ignore_errors=True)
     why = str(error).strip().splitlines()[-1]
-    return CheckpointError(f"step {step} cannot be saved in {run}: {why}. The checkpoints before it are as they were.")
+    return CheckpointError(
+        f"step {step} cannot be saved in {run}: {why}. The checkpoints before it are as they were."
+    )
 
 
 def _aside(run: Path, step: int) -> Path:
@@ -91,7 +98,11 @@ def _end(run: Path, step: int, sharded: bool) -> Path:
     """What is written becomes a checkpoint, and the oldest goes."""
     aside, final = _aside(run, step), run / "checkpoints" / f"{step:08d}"
     files = sorted(path for path in aside.iterdir() if path.is_file())
-    facts = {"step": step, "sharded": sharded, "sha256": {path.name: checksum(path) for path in files}}
+    facts = {
+        "step": step,
+        "sharded": sharded,
+        "sha256": {path.name: checksum(path) for path in files},
+    }
     (aside / "state.json").write_text(json.dumps(facts, indent=1))
     for path in (*files, aside / "state.json"):
         _flush(path)
@@ -118,7 +129,11 @@ def _flush(path: Path) -> None:
 def steps(run: Path) -> list[int]:
     """Of the checkpoints that are there, whole or damaged."""
     folder = run / "checkpoints"
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
+    return (
+        sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+        if folder.is_dir()
+        else []
+    )
 
 
 def newest(run: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
@@ -131,7 +146,10 @@ def newest(run: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             say(f"{folder} is damaged ({error}); trying the one before it")
     what = "all of them are damaged" if found else "there is none"
-    raise CheckpointError(f"{run / 'checkpoints'}: no checkpoint to go on from, {what}. Leave out --resume to begin anew.")
+    raise CheckpointError(
+        f"{run / 'checkpoints'}: no checkpoint to go on from, {what}. Leave out --resume to begin "
+        "anew."
+    )
 
 
 def _facts(folder: Path) -> dict[str, Any]:
@@ -139,10 +157,15 @@ def _facts(folder: Path) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     facts = json.loads((folder / "state.json").read_text())
-    if not isinstance(facts, dict) or not isinstance(facts.get("sha256"), dict) or facts.get("step") != int(folder.name):
+    if (
+        not isinstance(facts, dict)
+        or not isinstance(facts.get("sha256"), dict)
+        or facts.get("step") != int(folder.name)
+    ):
         raise ValueError("state.json is not that of a checkpoint")
     if not facts["sha256"] or not (
-        facts.get("sharded") or {"model.safetensors", "optimizer.safetensors"} <= facts["sha256"].keys()
+        facts.get("sharded")
+        or {"model.safetensors", "optimizer.safetensors"} <= facts["sha256"].keys()
     ):
         raise ValueError("state.json names no files")
     for name, expected in facts["sha256"].items():
@@ -169,18 +192,25 @@ def checksum(path: Path) -> str:
 
 
 def load_into(folder: Path, tensors: Tensors) -> None:
-    """Overwrite tensors, whole or sharded, by those of a checkpoint, whole or sharded. Of the groups that are given."""
+    """Overwrite tensors, whole or sharded, by those of a checkpoint, whole or sharded. Of the
+    groups that are given.
+    """
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import load_file
 
     with torch.no_grad():
         if json.loads((folder / "state.json").read_text())["sharded"]:
             reader = dcp.HuggingFaceStorageReader(str(folder))
-            there = {name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}  # type: ignore[union-attr]
+            there = {
+                name: tuple(entry.size)
+                for name, entry in reader.read_metadata().state_dict_metadata.items()
+            }  # type: ignore[union-attr]
             there = {name: size for name, size in there.items() if name.split("/")[0] in tensors}
             _compare({name: tuple(t.shape) for name, t in _flat(tensors).items()}, there)
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # by one process: that is meant
+                warnings.filterwarnings(
+                    "ignore", "torch.distributed is disabled"
+                )  # by one process: that is meant
                 dcp.load(_flat(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
             return
         for group, wanted in tensors.items():
@@ -193,13 +223,22 @@ def load_into(folder: Path, tensors: Tensors) -> None:
 def _compare(wanted: dict[str, Any], there: dict[str, Any]) -> None:
     for name in sorted(wanted.keys() | there.keys()):
         if wanted.get(name) != there.get(name):
-            raise ShapeError(f"{name} is {there.get(name, 'missing')} there and {wanted.get(name, 'missing')} here")
+            raise ShapeError(
+                f"{name} is {there.get(name, 'missing')} there and {wanted.get(name, 'missing')} "
+                "here"
+            )
 
 
 def _flat(tensors: Tensors) -> dict[str, Tensor]:
-    return {f"{group}/{name}": tensor.detach() for group, found in tensors.items() for name, tensor in found.items()}
+    return {
+        f"{group}/{name}": tensor.detach()
+        for group, found in tensors.items()
+        for name, tensor in found.items()
+    }
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Tensor]:
     """Its state, by the name of the parameter and of the value."""
-    return {f"{names[id(p)]}/{key}": optimizer.state[p][key] for p in optimizer.state for key in MOMENTS}
+    return {
+        f"{names[id(p)]}/{key}": optimizer.state[p][key] for p in optimizer.state for key in MOMENTS
+    }

@@ -1,7 +1,9 @@
-"""The loop: AdamW, warm-up and cosine decay, clipping, accumulation, autocast; one process or several; killed and taken up again.
+"""The loop: AdamW, warm-up and cosine decay, clipping, accumulation, autocast; one process or
+several; killed and taken up again.
 
-Nothing in a step depends on anything but the parameters, the optimizer, the seed and the number of the step. So a run that goes
-on from a checkpoint ends with the bits of one that was never interrupted.
+Nothing in a step depends on anything but the parameters, the optimizer, the seed and the number of
+the step. So a run that goes on from a checkpoint ends with the bits of one that was never
+interrupted.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class TrainingError(RuntimeError):
 
 
 class Objective(nn.Module):
-    """The model with its loss: what is wrapped for several processes, so that all of a step is inside."""
+    """The model with its loss: what is wrapped for several processes, so that all of a step is
+    inside.
+    """
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
@@ -50,27 +54,36 @@ class Run:
 
     def __init__(self, settings: Settings, folder: Path, text: Text, held_out: Text) -> None:
         self.settings, self.folder, self.text, self.held_out = settings, folder, text, held_out
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.world = (
+            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        )
         if settings.batch % (self.world * settings.accumulate):
             several = f"{self.world} processes" if self.world > 1 else "1 process"
+            shares = self.world * settings.accumulate
             raise TrainingError(
-                f"a batch of {settings.batch} cannot be shared by {several} with --accumulate {settings.accumulate}: "
-                f"use --batch {math.ceil(settings.batch / self.world / settings.accumulate) * self.world * settings.accumulate}."
+                f"a batch of {settings.batch} cannot be shared by {several} with --accumulate "
+                f"{settings.accumulate}: use --batch {math.ceil(settings.batch / shares) * shares}."
             )
         for what, part in (("text", text), ("held-out text", held_out)):
             if len(part) < settings.context + 2:
                 raise TrainingError(
-                    f"the {what} has {len(part):,} bytes, less than a context of {settings.context}: use more data, or a smaller "
+                    f"the {what} has {len(part):,} bytes, less than a context of "
+                    f"{settings.context}: use more data, or a smaller "
                     "--context."
                 )
         torch.manual_seed(settings.seed)
-        self.model = LanguageModel(settings.config(), memory=settings.choice(), exact=settings.exact)
+        self.model = LanguageModel(
+            settings.config(), memory=settings.choice(), exact=settings.exact
+        )
         if settings.compile:
             self.model.layers.compile()
         self.objective: nn.Module = Objective(self.model)
         if settings.shard:
             if not dist.is_initialized():
-                raise TrainingError("--shard needs several processes: torchrun --nproc-per-node 2 -m retrograd train --shard ...")
+                raise TrainingError(
+                    "--shard needs several processes: torchrun --nproc-per-node 2 -m retrograd "
+                    "train --shard ..."
+                )
             for block in self.model.layers.blocks:
                 fully_shard(block)
             fully_shard(self.objective)
@@ -78,15 +91,22 @@ class Run:
             self.objective = DistributedDataParallel(self.objective)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         rest = [p for p in self.model.parameters() if p.ndim <= 1]
-        groups = [{"params": matrices, "weight_decay": settings.decay}, {"params": rest, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=not settings.shard)
+        groups = [
+            {"params": matrices, "weight_decay": settings.decay},
+            {"params": rest, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=settings.lr, betas=(0.9, 0.95), fused=not settings.shard
+        )
         self.names = {id(p): name for name, p in self.model.named_parameters()}
         self.done = 0  # steps
 
     # --- one step
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step: up over the first ones, then down to a tenth along a cosine."""
+        """The learning rate of a step: up over the first ones, then down to a tenth along a
+        cosine.
+        """
         warmup = min(self.settings.warmup, self.settings.steps)
         if step < warmup:
             return self.settings.lr * (step + 1) / warmup
@@ -99,7 +119,9 @@ class Run:
         torch.manual_seed((settings.seed << 32) + number * self.world + self.rank)  # dropout
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(number)
-        stretches = self.text.batch(number, seed=settings.seed, count=settings.batch, context=settings.context)
+        stretches = self.text.batch(
+            number, seed=settings.seed, count=settings.batch, context=settings.context
+        )
         pieces = stretches.chunk(self.world)[self.rank].chunk(settings.accumulate)
         total = torch.zeros(())
         for i, piece in enumerate(pieces):
@@ -115,7 +137,8 @@ class Run:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not (total.isfinite() and norm.isfinite()):
             raise TrainingError(
-                f"step {number + 1}: the loss is {total.item():.4g} and its gradient {norm.item():.4g}, and no step was taken. "
+                f"step {number + 1}: the loss is {total.item():.4g} and its gradient "
+                f"{norm.item():.4g}, and no step was taken. "
                 f"Try a smaller --lr than {settings.lr:g}; the last checkpoint is as it was."
             )
         self.optimizer.step()
@@ -148,7 +171,9 @@ class Run:
         self.model.eval()
         found = []
         with self.autocast():
-            for stretches in _batches(self.held_out.windows(self.settings.context, EVALUATED), self.settings.batch):
+            for stretches in _batches(
+                self.held_out.windows(self.settings.context, EVALUATED), self.settings.batch
+            ):
                 found += [self.objective(stretches).item()] * len(stretches)
         self.model.train()
         return sum(found) / len(found) / math.log(2)
@@ -164,7 +189,11 @@ class Run:
                 with (self.folder / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps(metrics) + "\n")
             stop = self.agreed(after(metrics))
-            if stop or self.done % self.settings.save_every == 0 or self.done == self.settings.steps:
+            if (
+                stop
+                or self.done % self.settings.save_every == 0
+                or self.done == self.settings.steps
+            ):
                 self.save()
             if stop:
                 return
@@ -194,7 +223,9 @@ class Run:
 
     def resume(self, say: Callable[[str], None]) -> None:
         """Go on from the newest checkpoint that is whole."""
-        found = agree(lambda: checkpoints.newest(self.folder, say) if checkpoints.steps(self.folder) else None)
+        found = agree(
+            lambda: checkpoints.newest(self.folder, say) if checkpoints.steps(self.folder) else None
+        )
         if found is None:  # it was interrupted before its first checkpoint
             if self.rank == 0:
                 keep_lines(self.folder / "metrics.jsonl", 0)
@@ -207,7 +238,8 @@ class Run:
             checkpoints.load_into(folder, self.tensors())
         except checkpoints.ShapeError as error:
             raise checkpoints.CheckpointError(
-                f"{self.folder}: its checkpoint is of another shape than {self.settings.config()} ({error}). Resume with the "
+                f"{self.folder}: its checkpoint is of another shape than {self.settings.config()} "
+                f"({error}). Resume with the "
                 "settings that the run was begun with, or choose another --out."
             ) from error
         self.done = facts["step"]

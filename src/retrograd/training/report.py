@@ -1,4 +1,6 @@
-"""What a run tells: a bar while it trains, and at the end what it took, what it learned, pictures."""
+"""What a run tells: a bar while it trains, and at the end what it took, what it learned,
+pictures.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,21 @@ class Progress:
         if not quiet and sys.stderr.isatty():
             try:
                 from rich.console import Console
-                from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+                from rich.progress import (
+                    BarColumn,
+                    MofNCompleteColumn,
+                    Progress,
+                    TextColumn,
+                    TimeRemainingColumn,
+                )
             except ImportError:
                 return
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            columns = (
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+            )
             self.bar = Progress(*columns, console=Console(stderr=True))
             self.task = self.bar.add_task("", total=steps, completed=done)
             self.bar.start()
@@ -84,7 +97,9 @@ def events(folder: Path, done: int) -> Callable[[dict[str, float]], None]:
 def plans(run: Run) -> tuple[StepPlan, StepPlan]:
     """What the layers keep in a step of the run; and with plain autograd."""
     settings, layers = run.settings, run.model.layers
-    tokens = run.text.read(0, settings.context)[None].expand(settings.batch // settings.accumulate, -1)
+    tokens = run.text.read(0, settings.context)[None].expand(
+        settings.batch // settings.accumulate, -1
+    )
     rotary = angles(0, settings.context, settings.width // settings.heads, tokens.device)
     with torch.no_grad():
         x = run.model.embedding(tokens)
@@ -97,7 +112,8 @@ def plans(run: Run) -> tuple[StepPlan, StepPlan]:
 
 
 def summary(run: Run, plan: StepPlan) -> dict[str, Any]:
-    """What the run learned, and the activation memory of a step: as it is, four times as deep, and with plain autograd.
+    """What the run learned, and the activation memory of a step: as it is, four times as deep, and
+    with plain autograd.
 
     That is measured, unless `plan` says that it is too much.
     """
@@ -115,7 +131,9 @@ def summary(run: Run, plan: StepPlan) -> dict[str, Any]:
         "activation_bytes": measured_bytes(run.model, run),
         "depth": settings.depth,
         "deeper": deeper.depth,
-        "deeper_activation_bytes": measured_bytes(LanguageModel(deeper, memory=memory, exact=settings.exact), run),
+        "deeper_activation_bytes": measured_bytes(
+            LanguageModel(deeper, memory=memory, exact=settings.exact), run
+        ),
         "plain_activation_bytes": plain,
         "plain_is": "measured" if counted < MEASURED else "counted, not measured",
         "peak_process_bytes": peak_memory(),
@@ -125,9 +143,9 @@ def summary(run: Run, plan: StepPlan) -> dict[str, Any]:
 def measured_bytes(model: LanguageModel, run: Run) -> int:
     """The activations of one step, at their peak; the model is left without gradients."""
     settings = run.settings
-    stretches = run.text.batch(0, seed=settings.seed, count=settings.batch, context=settings.context)[
-        : settings.batch // settings.accumulate
-    ]
+    stretches = run.text.batch(
+        0, seed=settings.seed, count=settings.batch, context=settings.context
+    )[: settings.batch // settings.accumulate]
     objective = Objective(model)
 
     def step() -> None:
@@ -143,11 +161,31 @@ def measured_bytes(model: LanguageModel, run: Run) -> int:
 def table(facts: dict[str, Any], sample: str) -> str:
     """For the end of a run."""
     rows = [
-        (f"activations of a step, {facts['depth']} layers", f"{facts['activation_bytes'] / MIB:,.1f} MiB", "measured"),
-        (f"the same with {facts['deeper']} layers", f"{facts['deeper_activation_bytes'] / MIB:,.1f} MiB", "measured"),
-        (f"plain autograd, {facts['depth']} layers", f"{facts['plain_activation_bytes'] / MIB:,.1f} MiB", facts["plain_is"]),
-        ("held-out text", f"{facts['bits_per_byte']:.3f} bits/byte", f"{facts['parameters']:,} parameters"),
-        ("the same by counting pairs of bytes", f"{facts['bigram_bits_per_byte']:.3f} bits/byte", ""),
+        (
+            f"activations of a step, {facts['depth']} layers",
+            f"{facts['activation_bytes'] / MIB:,.1f} MiB",
+            "measured",
+        ),
+        (
+            f"the same with {facts['deeper']} layers",
+            f"{facts['deeper_activation_bytes'] / MIB:,.1f} MiB",
+            "measured",
+        ),
+        (
+            f"plain autograd, {facts['depth']} layers",
+            f"{facts['plain_activation_bytes'] / MIB:,.1f} MiB",
+            facts["plain_is"],
+        ),
+        (
+            "held-out text",
+            f"{facts['bits_per_byte']:.3f} bits/byte",
+            f"{facts['parameters']:,} parameters",
+        ),
+        (
+            "the same by counting pairs of bytes",
+            f"{facts['bigram_bits_per_byte']:.3f} bits/byte",
+            "",
+        ),
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in rows]
@@ -164,11 +202,25 @@ def draw(run: Run, facts: dict[str, Any], own: StepPlan, plain: StepPlan) -> lis
     metrics = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot([m["step"] for m in metrics], [m["bits_per_byte"] for m in metrics], linewidth=0.8, label="training text")
+    axes.plot(
+        [m["step"] for m in metrics],
+        [m["bits_per_byte"] for m in metrics],
+        linewidth=0.8,
+        label="training text",
+    )
     pairs = facts["bigram_bits_per_byte"]
-    axes.axhline(pairs, color="gray", linestyle="--", linewidth=0.8, label="counting pairs of bytes")
-    axes.plot(facts["steps"], facts["bits_per_byte"], "o", color="tab:orange", label="held-out text")
-    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None), title=f"{facts['depth']} reversible layers")
+    axes.axhline(
+        pairs, color="gray", linestyle="--", linewidth=0.8, label="counting pairs of bytes"
+    )
+    axes.plot(
+        facts["steps"], facts["bits_per_byte"], "o", color="tab:orange", label="held-out text"
+    )
+    axes.set(
+        xlabel="step",
+        ylabel="bits per byte",
+        ylim=(0, None),
+        title=f"{facts['depth']} reversible layers",
+    )
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(pictures[0], dpi=150)

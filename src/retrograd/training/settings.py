@@ -1,4 +1,6 @@
-"""What a run is: everything that decides its numbers, in one frozen record that is stored as JSON."""
+"""What a run is: everything that decides its numbers, in one frozen record that is stored
+as JSON.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Settings:
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: one at least.")
         if self.batch % self.accumulate:
-            raise ValueError(f"--accumulate {self.accumulate}: does not divide the batch of {self.batch}.")
+            raise ValueError(
+                f"--accumulate {self.accumulate}: does not divide the batch of {self.batch}."
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype}: there are {' and '.join(DTYPES)}.")
         if not 0 < self.lr < math.inf:
@@ -62,7 +66,13 @@ class Settings:
             raise ValueError(f"--warmup {self.warmup}: not below 0.")
 
     def config(self) -> Config:
-        return Config(depth=self.depth, width=self.width, heads=self.heads, context=self.context, dropout=self.dropout)
+        return Config(
+            depth=self.depth,
+            width=self.width,
+            heads=self.heads,
+            context=self.context,
+            dropout=self.dropout,
+        )
 
     def choice(self) -> Any:
         """What `memory` says, as the stack takes it."""

@@ -1,7 +1,7 @@
 """Text as bytes: files, memory-mapped, never loaded whole; a part of them held out.
 
-Which bytes a step sees depends on the seed and the number of the step alone. So a run that is taken up again goes on with the
-same ones, and so do two processes in place of one.
+Which bytes a step sees depends on the seed and the number of the step alone. So a run that is taken
+up again goes on with the same ones, and so do two processes in place of one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class Text:
         """Another one for another text: from the size of each piece, its beginning and its end."""
         found = hashlib.sha256()
         for piece in self.pieces:
-            ends = _bytes(piece, piece.start, 1024), _bytes(piece, max(piece.stop - 1024, piece.start), 1024)
+            ends = (
+                _bytes(piece, piece.start, 1024),
+                _bytes(piece, max(piece.stop - 1024, piece.start), 1024),
+            )
             found.update(repr((piece.stop - piece.start, *(end.tolist() for end in ends))).encode())
         return found.hexdigest()[:16]
 
@@ -79,24 +82,36 @@ class Text:
 
 
 def read_text(source: Path | None, without: Sequence[Path] = ()) -> tuple[Text, Text]:
-    """What is trained on and what is held out, of a file or of all files in a folder; of Python's own library by default.
+    """What is trained on and what is held out, of a file or of all files in a folder; of Python's
+    own library by default.
 
     Not what is in the folders of `without`: a run must not read what it writes.
     """
     apart = [folder.absolute() for folder in without]
-    found = [path for path in _files(source) if not any(folder in path.absolute().parents for folder in apart)]
+    found = [
+        path
+        for path in _files(source)
+        if not any(folder in path.absolute().parents for folder in apart)
+    ]
     if not found:
-        raise TextError(f"{source}: nothing in it. Name a file, or a folder with files, that has text in it.")
+        raise TextError(
+            f"{source}: nothing in it. Name a file, or a folder with files, that has text in it."
+        )
     pieces = [Piece(path, 0, path.stat().st_size) for path in found]
     if len(pieces) == 1:
         (only,) = pieces
         cut = only.stop - only.stop // HELD_OUT
         return Text([Piece(only.path, 0, cut)]), Text([Piece(only.path, cut, only.stop)])
     root = source or Path(sysconfig.get_paths()["stdlib"])
-    chosen = [int(hashlib.sha256(str(p.path.relative_to(root)).encode()).hexdigest(), 16) % HELD_OUT == 0 for p in pieces]
+    chosen = [
+        int(hashlib.sha256(str(p.path.relative_to(root)).encode()).hexdigest(), 16) % HELD_OUT == 0
+        for p in pieces
+    ]
     if not any(chosen):
         chosen[-1] = True
-    return Text([p for p, out in zip(pieces, chosen) if not out]), Text([p for p, out in zip(pieces, chosen) if out])
+    return Text([p for p, out in zip(pieces, chosen) if not out]), Text(
+        [p for p, out in zip(pieces, chosen) if out]
+    )
 
 
 def _files(source: Path | None) -> list[Path]:
@@ -105,7 +120,11 @@ def _files(source: Path | None) -> list[Path]:
         found = [path for path in library.rglob("*.py") if "site-packages" not in path.parts]
     elif source.is_dir():
         files = (path for path in source.rglob("*") if path.is_file())
-        found = [path for path in files if not any(part[0] == "." for part in path.relative_to(source).parts)]
+        found = [
+            path
+            for path in files
+            if not any(part[0] == "." for part in path.relative_to(source).parts)
+        ]
     elif source.exists():
         found = [source]
     else:
@@ -114,7 +133,9 @@ def _files(source: Path | None) -> list[Path]:
 
 
 def bigram_bits(text: Text, held_out: Text, most: int = 1 << 22) -> float:
-    """Bits a byte that counting pairs of bytes gets on what is held out: what a model has to beat."""
+    """Bits a byte that counting pairs of bytes gets on what is held out: what a model has
+    to beat.
+    """
     counts = torch.full((256, 256), 0.1)  # no pair is impossible
     for start in range(0, min(len(text), most) - 1, 1 << 20):
         piece = text.read(start, min(1 << 20, len(text) - start))
@@ -126,12 +147,18 @@ def bigram_bits(text: Text, held_out: Text, most: int = 1 << 22) -> float:
 
 def _bytes(piece: Piece, start: int, count: int) -> Tensor:
     try:
-        if piece.path.stat().st_size < piece.stop:  # what is mapped and not there would end the process
-            raise TextError(f"{piece.path} has become smaller since training began. Put it back, and go on with --resume.")
+        if (
+            piece.path.stat().st_size < piece.stop
+        ):  # what is mapped and not there would end the process
+            raise TextError(
+                f"{piece.path} has become smaller since training began. Put it back, and go on "
+                "with --resume."
+            )
         return _mapped(piece.path, piece.stop)[start : min(start + count, piece.stop)]
     except (OSError, RuntimeError) as error:
         raise TextError(
-            f"{piece.path} cannot be read any more ({str(error).splitlines()[0]}). Put it back, and --resume."
+            f"{piece.path} cannot be read any more ({str(error).splitlines()[0]}). Put it back, "
+            "and --resume."
         ) from error
 
 
