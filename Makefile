@@ -12,7 +12,7 @@ help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
 train: $(VENV)/train  ## a language model of 48 reversible layers on the source of Python's own library (three minutes)
-	$(BIN)/retrograd train
+	$(BIN)/python -m speedrun train
 
 test: lint types tests  ## lint, types and all tests: what CI runs
 
@@ -27,7 +27,7 @@ tests: $(PEERS)  ## pytest, on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not integration"
 
 test-integrations: $(INTEGRATIONS)  ## a stack under the Hugging Face Trainer, Lightning, Accelerate, peft, ONNX and TensorBoard
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_compatibility.py tests/test_train.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_compatibility.py speedrun/tests/test_train.py
 
 compatibility: $(PEERS) $(INTEGRATIONS)  ## write docs/compatibility.md anew (five minutes)
 	$(BIN)/python -m compatibility
@@ -44,7 +44,7 @@ fuzz: $(VENV)/ready  ## 10,000 random programs against plain autograd (a few min
 	OMP_NUM_THREADS=1 RETROGRAD_FUZZ=5000 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py
 
 bench: $(PEERS)  ## time and memory of a step: plain, checkpoint, peers, the five systems and retrograd (half an hour)
-	$(BIN)/python -W ignore -m retrograd bench --out benchmarks/results
+	$(BIN)/python -W ignore -m benchmarks
 	$(BIN)/python -W ignore -m benchmarks.exact
 	$(BIN)/python -W ignore -m benchmarks.budget
 	$(BIN)/python -W ignore -m benchmarks.systems

@@ -12,7 +12,7 @@ import tracemalloc
 import torch
 
 import retrograd as rg
-from retrograd.bench.cases import FeedForward
+from benchmarks.cases import FeedForward
 from retrograd.measure import LiveBytes
 
 

@@ -21,7 +21,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import retrograd as rg
+from benchmarks.cases import SIZES, Attention, FeedForward, Plain, pairs
 from benchmarks.drift import FIGURES
-from retrograd.bench.cases import SIZES, Attention, FeedForward, Plain, pairs
-from retrograd.bench.steps import example, flops, seconds, step
+from benchmarks.steps import example, flops, seconds, step
 from retrograd.core.operations import KeepOperations, ReuseOperations
 from retrograd.measure import activation_bytes
 
@@ -126,13 +125,12 @@ def draw(rows: list[dict[str, Any]]) -> None:
 def dispatch() -> None:
     """What looking at each operation costs, where there is next to nothing to compute."""
     fn, x = Attention(8, 2), torch.randn(1, 4, 8, requires_grad=True)
-    nothing = SimpleNamespace(store=[])
     count = Counted()
     with count:
         fn(x)
 
     def both() -> None:
-        for context in (KeepOperations(frozenset(), nothing), ReuseOperations({}, nothing)):
+        for context in (KeepOperations(frozenset(), []), ReuseOperations({}, [])):
             with context:
                 fn(x)
 
@@ -189,9 +187,8 @@ def scale() -> None:
         needed = activation_bytes(lambda: step(stack, x), stack.parameters())  # noqa: B023
         print(
             f"{blocks:,} blocks of width 64, {batch} x {tokens:,} tokens: {needed / MIB:,.0f} MiB "
-            "of activations, a step in "
-            f"{time.perf_counter() - start:.0f} s; plain autograd would have needed "
-            f"{plain / MIB:,.0f} MiB",
+            f"of activations, a step in {time.perf_counter() - start:.0f} s; plain autograd would "
+            f"have needed {plain / MIB:,.0f} MiB",
             flush=True,
         )
 

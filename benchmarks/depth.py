@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from retrograd.bench.cases import CONTESTANTS, SIZES, pairs
-from retrograd.bench.steps import example, step
+from benchmarks.cases import CONTESTANTS, SIZES, pairs
+from benchmarks.steps import example, step
 from retrograd.measure import activation_bytes
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import retrograd as rg
-from retrograd.bench.cases import Attention, FeedForward
+from benchmarks.cases import Attention, FeedForward
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 

@@ -15,15 +15,17 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import retrograd as rg
-from retrograd.bench.cases import SIZES, pairs
-from retrograd.bench.steps import example, seconds, step
-from retrograd.core.program import Run
+from benchmarks.cases import SIZES, pairs
+from benchmarks.overhead import Without
+from benchmarks.steps import example, seconds, step
+from retrograd.core.guards.grid_range import GridRange
 from retrograd.measure import activation_bytes
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -43,13 +45,10 @@ def steps(rounds: int) -> None:
     }
     stream = x.nbytes // 2
     times: dict[str, list[float]] = {name: [] for name in stacks}
-    check = Run.note_range
     for i in range(rounds + 3):
         for name, stack in stacks.items():
-            if "without" in name:
-                Run.note_range = lambda *_: None  # type: ignore[method-assign]
-            duration = seconds(stack, x)
-            Run.note_range = check  # type: ignore[method-assign]
+            with Without((GridRange,)) if "without" in name else nullcontext():
+                duration = seconds(stack, x)
             if i >= 3:
                 times[name].append(duration)
     print("| | time | activations, streams |\n| --- | ---: | ---: |")

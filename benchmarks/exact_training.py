@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import retrograd as rg
+from benchmarks.cases import Attention, FeedForward
 from benchmarks.drift import FIGURES
-from retrograd.bench.cases import Attention, FeedForward
 
 WIDTH, CONTEXT, BATCH = 64, 64, 16
 

@@ -5,7 +5,7 @@
 On tiny blocks, where bookkeeping shows: microseconds per update, forward and backward, of plain
 autograd, of `Floor` (hooks, recompute and subtraction; no checks, no replay of anything, no
 errors), of retrograd, and of the peers that are installed. With `--promises`, also retrograd
-without what one promise or another asks of it: what that promise costs.
+without the guards of one promise or another: what that promise costs.
 """
 
 from __future__ import annotations
@@ -13,15 +13,24 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from retrograd.bench.cases import SIZES, contestants, pairs
-from retrograd.bench.steps import example
-from retrograd.core import replay, tape, walk, waypoints
+from benchmarks.cases import SIZES, contestants, pairs
+from benchmarks.steps import example
+from retrograd.core.guard import Guard
+from retrograd.core.guards.autocast import Autocast
+from retrograd.core.guards.buffers import Buffers
+from retrograd.core.guards.drift import Drift
+from retrograd.core.guards.modules import ModuleState
+from retrograd.core.guards.random_state import RandomState
+from retrograd.core.guards.versions import InputVersions, ParameterVersions
+from retrograd.core.observe import Observer
+from retrograd.core.program import Program
 
 
 class Floor(nn.Module):
@@ -73,50 +82,27 @@ class _Hooks:
         return tensor
 
 
-# What each promise asks the engine to do for every update, and the engine without it. (Never
-# switched off outside this file.)
-PROMISES: dict[str, list[tuple[Any, str, Any]]] = {
-    "4, random draws replay: the generator's state": [
-        (replay.Scene, "random_states", lambda scene: [])
-    ],
-    "7, buffers: what the function changed": [
-        (replay.Scene, "changes", lambda scene, cast, seen: ([], True))
-    ],
-    "12, another recompute raises: what autograd saved": [
-        (tape, "meta", type),
-        (walk.Walk, "compare", lambda *args: None),
-    ],
-    "12, edited parameters raise": [(replay, "version_of", type), (walk, "version_of", type)],
-    "12, a walk that ends elsewhere raises": [
-        (waypoints.Waypoints, "compare", lambda *args: None),
-        (waypoints, "samples", lambda state: {}),
-    ],
-    "12, misfits raise: shape and dtype of the output": [
-        (tape, "fit", lambda output, *args: ([(output,)], ())),
-        (walk, "fit", lambda output, *args: ([(output,)], ())),
-    ],
-    "11, whether the target may be overwritten": [(walk, "is_unshared", lambda tensor: True)],
+# What each promise asks the engine to do for every update: a guard, or a check.
+PROMISES: dict[str, tuple[type[Guard], ...]] = {
+    "4, random draws replay": (RandomState,),
+    "6, autocast is replayed": (Autocast,),
+    "7, buffers are replayed": (Buffers,),
+    "12, edited inputs raise": (InputVersions,),
+    "12, edited parameters raise": (ParameterVersions,),
+    "12, a walk that ends elsewhere raises": (Drift,),
+    "flags and members of modules are replayed": (ModuleState,),
 }
-PROMISES["all of these"] = [patch for patches in PROMISES.values() for patch in patches]
+PROMISES["all of these"] = tuple(kind for kinds in PROMISES.values() for kind in kinds)
 
 
-class Without(nn.Module):
-    """A stack whose engine leaves something out while it takes a step."""
+class Without(Observer):
+    """Leaves guards out. (Never done outside this file.)"""
 
-    def __init__(self, stack: nn.Module, patches: list[tuple[Any, str, Any]]) -> None:
-        super().__init__()
-        self.stack = stack
-        self.patches = patches
+    def __init__(self, kinds: tuple[type[Guard], ...]) -> None:
+        self.kinds = kinds
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.stack(x)
-
-    def swap(self) -> None:
-        """Leave it out, or put it back."""
-        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in self.patches]
-        for owner, name, value in self.patches:
-            setattr(owner, name, value)
-        self.patches = originals
+    def guards(self, stack: nn.Module, program: Program, guards: list[Guard]) -> list[Guard]:
+        return [guard for guard in guards if not isinstance(guard, self.kinds)]
 
 
 def main() -> None:
@@ -130,25 +116,23 @@ def main() -> None:
     size = SIZES["tiny"]
     x, networks = example(size), contestants(size)
     networks = {"plain": networks.pop("plain"), "floor": Floor(pairs(size)), **networks}
+    observers: dict[str, AbstractContextManager[object]] = dict.fromkeys(networks, nullcontext())
     if options.promises:
-        networks |= {
-            f"without {name}": Without(networks["retrograd"], patches)
-            for name, patches in PROMISES.items()
-        }
+        for promise, kinds in PROMISES.items():
+            networks[f"without {promise}"] = networks["retrograd"]
+            observers[f"without {promise}"] = Without(kinds)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in networks}
     for i in range(rounds + 5):
         for name, network in networks.items():
             network.zero_grad(set_to_none=True)
-            if isinstance(network, Without):
-                network.swap()
-            start = time.perf_counter()
-            loss = network(x * 1.0).square().mean()
-            middle = time.perf_counter()
-            loss.backward()
+            with observers[name]:
+                start = time.perf_counter()
+                loss = network(x * 1.0).square().mean()
+                middle = time.perf_counter()
+                loss.backward()
+                end = time.perf_counter()
             if i >= 5:
-                times[name].append((middle - start, time.perf_counter() - middle))
-            if isinstance(network, Without):
-                network.swap()
+                times[name].append((middle - start, end - middle))
     updates = 2 * size.blocks
     plain = [sum(pair) for pair in times["plain"]]
     print(

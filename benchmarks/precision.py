@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograd as rg
-from retrograd.bench.cases import Attention, FeedForward
+from benchmarks.cases import Attention, FeedForward
 
 COUPLINGS: dict[str, Any] = {
     "Additive()": rg.Additive(),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograd as rg
-from retrograd.bench.cases import Attention, FeedForward
+from benchmarks.cases import Attention, FeedForward
 from retrograd.compat import axial, nuwa, nuwa_video_audio, reformer, se3
 from retrograd.measure import activation_bytes
 from tests.packages import load

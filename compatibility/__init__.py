@@ -1,14 +1,12 @@
-"""What retrograd, checkpointing and other reversible libraries do under the tools that PyTorch
-users use.
+"""How retrograd, checkpointing and other reversible libraries work with the tools of PyTorch users.
 
-    python -m compatibility            # runs every row for every contestant, writes
-    docs/compatibility.md (five minutes)
+    python -m compatibility    # runs every row for every contestant (five minutes)
 
-Each row is one use of one real tool: DDP in two processes, `torch.export`, a Hugging Face Trainer.
-It gives numbers, gradients mostly, which are compared with those of the same equations in plain
-autograd, in one process and without the tool. So there are three verdicts: ran and equal, ran and
-wrong, raised. `tests/test_compatibility.py` runs the same rows for retrograd.
+It writes docs/compatibility.md. Each row is one use of one real tool: DDP in two processes,
+`torch.export`, a Hugging Face Trainer. Its results, mostly gradients, are compared with those of
+the same equations in plain autograd, in one process and without the tool. There are three verdicts:
+equal, wrong, raised. `tests/test_compatibility.py` runs the same rows for retrograd.
 
-`rows` has the rows, by topic; `networks` the model that they train; `verdict` how numbers are
-compared; `runner` the processes; `page` the table.
+`rows` has the rows, by topic; `networks` the model that they train; `verdict` the comparison;
+`runner` the processes; `page` the table.
 """

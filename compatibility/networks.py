@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograd.bench.cases import CONTESTANTS
+from benchmarks.cases import CONTESTANTS
 
 SHOWN = ("retrograd", "checkpoint", "reformer-pytorch", "revtorch", "memcnn", "revlib")
-# These replay dropout only if asked to.
+# These libraries replay dropout only with an option.
 OPTIONS: dict[str, dict[str, bool]] = {
     "revtorch": {"fix_random_seed": True},
     "memcnn": {"preserve_rng_state": True},
@@ -76,10 +76,9 @@ class Model(nn.Module):
 
 
 def build(contestant: str, functions: list[nn.Module]) -> nn.Module:
-    """A stack of the contestant's: every two functions are a block."""
-    return CONTESTANTS[contestant](
-        list(zip(functions[::2], functions[1::2])), **OPTIONS.get(contestant, {})
-    )
+    """A stack of the contestant. Every two functions are a block."""
+    pairs = list(zip(functions[::2], functions[1::2]))
+    return CONTESTANTS[contestant](pairs, **OPTIONS.get(contestant, {}))
 
 
 def blocks_of(stack: nn.Module) -> list[nn.Module]:
@@ -93,12 +92,13 @@ def blocks_of(stack: nn.Module) -> list[nn.Module]:
 
 
 def batch(step: int = 0, rank: int | None = None, world: int = 2) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of a step: one rank's part of them, or all."""
+    """Tokens and targets of a step, or a rank's part of them."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(TOKENS, (BATCH, 5), generator=generator)
     targets = torch.randn(BATCH, 5, OUTPUTS, generator=generator, dtype=torch.float64)
     if rank is not None:
-        tokens, targets = tokens.chunk(world)[rank], targets.chunk(world)[rank]
+        tokens = tokens.chunk(world)[rank]
+        targets = targets.chunk(world)[rank]
     return tokens, targets
 
 
@@ -108,7 +108,7 @@ def loss(model: Callable[..., Tensor], step: int = 0, rank: int | None = None) -
 
 
 def gradients(model: Model) -> dict[str, Tensor | None]:
-    """The gradients, whole. The model has none afterwards, ready for the next step."""
+    """The gradients, unsharded. They are cleared for the next step."""
     found = {name: None if p.grad is None else p.grad.clone() for name, p in model.named()}
     model.zero_grad()
     return {name: whole(grad) for name, grad in found.items()}
@@ -119,7 +119,7 @@ def parameters(model: Model) -> dict[str, Tensor | None]:
 
 
 def whole(tensor: Any) -> Any:
-    """A sharded tensor, put together."""
+    """The full tensor of a sharded one."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -127,9 +127,7 @@ Steps = dict[str, dict[str, "Tensor | None"]]
 
 
 def autocast_step(model: Callable[..., Tensor], inner: Model) -> dict[str, Tensor | None]:
-    """The gradients of a step. Forward alone is under autocast, as its documentation wants it;
-    backward is not.
-    """
+    """The gradients of a step. Forward runs under autocast, backward outside, as torch advises."""
     tokens, targets = batch()
     with torch.autocast("cpu", torch.bfloat16):
         output = model(tokens)
@@ -143,7 +141,7 @@ def steps(
     count: int = 1,
     rank: int | None = None,
 ) -> Steps:
-    """The gradients of so many steps of `model`, which wraps `inner`."""
+    """The gradients of `count` steps of `model`, which wraps `inner` or is a `Model` itself."""
     found = {}
     for step in range(count):
         loss(model, step, rank).backward()

@@ -1,5 +1,6 @@
-"""The page: tables of verdicts, and a reason for each that is not "equal". Made of results, and of
-nothing else.
+"""The page: tables of verdicts, and a reason for each that is not "equal".
+
+It is made from stored results only.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ CELLS = {EQUAL: "equal", WRONG: "**wrong**", RAISED: "raised"}
 INTRODUCTION = """\
 # Compatibility
 
-What becomes of retrograd, of `torch.utils.checkpoint` (`use_reentrant=False`, one call per block)
-and of other reversible libraries under the tools that PyTorch users use. Each row is one use of the
-real tool, in processes of its own; two for everything distributed. All contestants compute the same
-network, and what comes out (gradients, parameters, buffers, random state, what hooks saw) is
+How retrograd, `torch.utils.checkpoint` (`use_reentrant=False`, one call per block) and other
+reversible libraries work with the tools that PyTorch users use. Each row is one use of the real
+tool, in processes of its own; two for everything distributed. All contestants compute the same
+network. The results (gradients, parameters, buffers, random state, the values that hooks see) are
 compared with the same equations in plain autograd, in one process and without the tool: to 1e-9 in
-float64, unless the tool itself rounds. What revtorch and memcnn offer for dropout is switched on.
+float64, unless the tool itself rounds. For revtorch and memcnn, the options that replay dropout are
+switched on.
 
 - **equal**: it ran, and everything agrees.
-- **wrong**: it ran, and something does not. Nobody is told.
-- **raised**: it ended in an error, or died, or hung.
+- **wrong**: it ran without an error, and something differs.
+- **raised**: it raised an error, crashed or hung.
 
-This page is written by `python -m compatibility` (`make compatibility`, five minutes);
-`tests/test_compatibility.py` runs retrograd's column, with `make test` and `make
-test-integrations`. How to use each tool with retrograd: [tools](tools.md).
+This page is written by `python -m compatibility` (`make compatibility`, five minutes). Tests run
+retrograd's column (`tests/test_compatibility.py`; `make test` and `make test-integrations`). How to
+use each tool with retrograd: [tools](tools.md).
 """
 
 
@@ -44,89 +46,110 @@ def version_of(contestant: str) -> str:
 
 
 def summary(results: list[Result]) -> str:
-    """How many rows of each verdict."""
-    header, rule, columns = _header(results)
-    lines = [header, rule]
+    """A table of how many rows have each verdict."""
+    columns = _contestants(results)
+    lines = _header(results, columns)
     for verdict in (EQUAL, WRONG, RAISED):
-        counts = [
-            sum(r["contestant"] == name and r["verdict"] == verdict for r in results)
-            for name in columns
-        ]
-        lines.append(f"| {CELLS[verdict]} | " + " | ".join(map(str, counts)) + " |")
+        counts = []
+        for name in columns:
+            verdicts = [r["verdict"] for r in results if r["contestant"] == name]
+            counts.append(str(verdicts.count(verdict)))
+        lines.append(_table_row(CELLS[verdict], counts))
     return "\n".join(lines)
 
 
-def _header(results: list[Result]) -> tuple[str, str, list[str]]:
-    columns = [name for name in SHOWN if any(r["contestant"] == name for r in results)]
-    versions = {r["contestant"]: r["version"] for r in results}
-    header = (
-        "| | "
-        + " | ".join(f"{HEADINGS.get(name, name)} {versions[name]}" for name in columns)
-        + " |"
-    )
-    return header, "| --- |" + " --- |" * len(columns), columns
-
-
 def render(results: list[Result]) -> str:
-    header, rule, columns = _header(results)
-    cells = {(r["group"], r["title"], r["contestant"]): r for r in results}
-    rows = list(dict.fromkeys((r["group"], r["title"]) for r in results))
+    """The whole page."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(result["group"], []).append(result)
+    header = _header(results, _contestants(results))
     lines = [INTRODUCTION, summary(results)]
-    for group in dict.fromkeys(group for group, _ in rows):
-        lines += ["", f"## {group}", "", header, rule]
-        for row in (row for row in rows if row[0] == group):
-            lines.append(
-                f"| {row[1]} | "
-                + " | ".join(CELLS[cells[(*row, name)]["verdict"]] for name in columns)
-                + " |"
-            )
-        notes = [
-            r
-            for row in rows
-            if row[0] == group
-            for name in columns
-            if (r := cells[(*row, name)])["note"]
-        ]
-        if notes:
-            lines += [
-                "",
-                *(
-                    f"- {HEADINGS.get(r['contestant'], r['contestant'])}: {r['note']}"
-                    for r in notes
-                ),
-            ]
+    for group, members in groups.items():
+        lines += ["", f"## {group}", "", *header, *_verdicts(members), *_notes(members)]
     lines += ["", "## Reasons", ""]
-    for row in rows:
-        reasons: dict[str, list[str]] = {}
-        for name in columns:
-            if cells[(*row, name)]["verdict"] != EQUAL:
-                verdict, detail = cells[(*row, name)]["verdict"], cells[(*row, name)]["detail"]
-                reasons.setdefault(f"{verdict}: {detail}", []).append(HEADINGS.get(name, name))
-        if reasons:
-            lines.append(f"**{row[0]}, {row[1]}**\n")
-            lines += [f"- {', '.join(names)} {reason}" for reason, names in reasons.items()]
-            lines.append("")
+    for members in groups.values():
+        lines += _reasons(members)
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _contestants(results: list[Result]) -> list[str]:
+    present = {r["contestant"] for r in results}
+    return [name for name in SHOWN if name in present]
+
+
+def _heading(contestant: str) -> str:
+    return HEADINGS.get(contestant, contestant)
+
+
+def _header(results: list[Result], columns: list[str]) -> list[str]:
+    """The first two lines of a table."""
+    versions = {r["contestant"]: r["version"] for r in results}
+    titles = [f"{_heading(name)} {versions[name]}" for name in columns]
+    return [f"| | {' | '.join(titles)} |", "| --- |" + " --- |" * len(columns)]
+
+
+def _table_row(title: str, cells: list[str]) -> str:
+    return f"| {title} | {' | '.join(cells)} |"
+
+
+def _by_title(results: list[Result]) -> dict[str, list[Result]]:
+    """The results of each row, in the order of the columns."""
+    rows: dict[str, list[Result]] = {}
+    for result in sorted(results, key=lambda r: SHOWN.index(r["contestant"])):
+        rows.setdefault(result["title"], []).append(result)
+    return {title: rows[title] for title in dict.fromkeys(r["title"] for r in results)}
+
+
+def _verdicts(results: list[Result]) -> list[str]:
+    return [
+        _table_row(title, [CELLS[r["verdict"]] for r in row])
+        for title, row in _by_title(results).items()
+    ]
+
+
+def _notes(results: list[Result]) -> list[str]:
+    """Notes that rows have besides their verdicts, below the table of a group."""
+    noted = [r for row in _by_title(results).values() for r in row if r["note"]]
+    if not noted:
+        return []
+    return ["", *(f"- {_heading(r['contestant'])}: {r['note']}" for r in noted)]
+
+
+def _reasons(results: list[Result]) -> list[str]:
+    """For each row of a group why it is not equal; contestants with the same reason together."""
+    lines = []
+    for title, row in _by_title(results).items():
+        names_by_reason: dict[str, list[str]] = {}
+        for r in row:
+            if r["verdict"] != EQUAL:
+                reason = f"{r['verdict']}: {r['detail']}"
+                names_by_reason.setdefault(reason, []).append(_heading(r["contestant"]))
+        if names_by_reason:
+            lines.append(f"**{row[0]['group']}, {title}**\n")
+            lines += [f"- {', '.join(names)} {why}" for why, names in names_by_reason.items()]
+            lines.append("")
+    return lines
+
+
 def brief(detail: str) -> str:
-    """An error in one line, without the places of one machine."""
+    """An error in one line, without paths and addresses of the machine."""
     lines = [line.strip() for line in detail.splitlines() if line.strip()]
     text = " ".join(lines[:2])
     text = re.sub(r"(?<![\w:/])(?:/[\w.+-]+){2,}/?", lambda match: Path(match[0]).name, text)
     text = re.sub(r"127\.0\.0\.1\]?:\d+", "the other process", text)
     text = re.sub(r"0x[0-9a-f]+", "0x…", text)
-    text = text if len(text) <= 300 else text[:300].rsplit(" ", 1)[0] + " …"
-    return re.sub(
-        r"(`[^`]*`)|([<>|*_])", lambda match: match[1] or rf"\{match[2]}", text
-    )  # not inside code
+    if len(text) > 300:
+        text = text[:300].rsplit(" ", 1)[0] + " …"
+    # Escape Markdown, but not inside code.
+    return re.sub(r"(`[^`]*`)|([<>|*_])", lambda match: match[1] or rf"\{match[2]}", text)
 
 
 def write(results: list[Result], page: Path, rows: Path) -> None:
-    """The page and what it is made of; each aside, and then renamed."""
-    texts = {rows: "".join(json.dumps(result) + "\n" for result in results), page: render(results)}
-    for path, text in texts.items():
-        write_whole(path, text)
+    """Write the page, and the results that it is made from."""
+    text = render(results)
+    write_whole(rows, "".join(json.dumps(result) + "\n" for result in results))
+    write_whole(page, text)
 
 
 def read(rows: Path) -> list[Result]:

@@ -1,8 +1,7 @@
-"""Processes for a row: new ones for every contestant, because a library may hang, die, or leave
-something behind.
+"""Run a row in processes of its own.
 
-They are forked from a server that has imported torch and done nothing else, so that they start at
-once.
+Every contestant gets new processes, because a library may hang, crash or change global state. They
+are forked from a server that has only imported the rows, so they start fast.
 """
 
 from __future__ import annotations
@@ -20,147 +19,176 @@ import time
 import traceback
 import warnings
 from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from compatibility.verdict import EQUAL, RAISED, WRONG, Noted, Row, Scene, judge
 
 LIMIT = 120.0  # seconds for one stage: only a hang takes that long
-GROUP_LIMIT = 30.0  # and for a process to wait for another
+GROUP_LIMIT = 30.0  # seconds that a process waits for another
 
 Outcome = dict[str, Any]  # verdict, detail, note
+
+
+class Task(NamedTuple):
+    """One stage of a row, in all its processes."""
+
+    registry: str  # a module with `ROWS`
+    key: str  # of the row
+    contestant: str
+    stage: int
+    processes: int
+    folder: Path
+    port: int
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.stage}.log"
+
+    def outcome_file(self, rank: int) -> Path:
+        return self.folder / f"{self.stage}-{rank}.json"
 
 
 def run(
     row: Row, contestant: str, limit: float = LIMIT, registry: str = "compatibility.rows"
 ) -> Outcome:
-    """What became of a row of a registry, which is a module with `ROWS`."""
-    with tempfile.TemporaryDirectory(prefix="compatibility-") as name:
-        folder, outcome = Path(name), {}
-        for stage, (count, _) in enumerate(row.stages):
-            outcome = _stage(row, contestant, stage, count, folder, limit, registry)
+    """The outcome of a row of a registry, which is a module with `ROWS`."""
+    outcome: Outcome = {}
+    with tempfile.TemporaryDirectory(prefix="compatibility-") as folder:
+        for stage, (processes, _) in enumerate(row.stages):
+            task = Task(registry, row.key, contestant, stage, processes, Path(folder), _free_port())
+            outcome = _run_stage(task, limit)
             if outcome["verdict"] != EQUAL:
                 break
-        return outcome
+    return outcome
 
 
-def _stage(
-    row: Row, contestant: str, stage: int, count: int, folder: Path, limit: float, registry: str
-) -> Outcome:
-    os.environ.setdefault(
-        "TORCHINDUCTOR_COMPILE_THREADS", "1"
-    )  # more would be processes that outlive a killed one
+def _run_stage(task: Task, limit: float) -> Outcome:
+    # More compile threads would be processes that outlive a killed one.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["compatibility.rows"])
-    port = _free_port()
-    files = [folder / f"{stage}-{rank}.json" for rank in range(count)]
-    processes = [
-        context.Process(
-            target=_work, args=(registry, row.key, contestant, stage, rank, count, folder, port)
-        )
-        for rank in range(count)
-    ]
+    processes = [context.Process(target=_work, args=(task, rank)) for rank in range(task.processes)]
     for process in processes:
         process.start()
+    _wait(task, processes, limit)
+    outcomes = [_outcome(task, rank, process, limit) for rank, process in enumerate(processes)]
+    return max(outcomes, key=_severity)
+
+
+def _wait(task: Task, processes: list[ForkServerProcess], limit: float) -> None:
+    """Wait until all processes end, or until `limit`; 5 s at most after one has crashed."""
     deadline = time.monotonic() + limit
-    while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
-        failed = [p for p, file in zip(processes, files) if not p.is_alive() and not file.exists()]
-        if failed:
-            deadline = min(deadline, time.monotonic() + 5)  # the partners of one that died
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        for rank, process in enumerate(processes):
+            if not process.is_alive() and not task.outcome_file(rank).exists():
+                deadline = min(deadline, time.monotonic() + 5)
         processes[0].join(0.05)
         time.sleep(0.01)
-    outcomes = []
-    for process, file in zip(processes, files):
-        hung = process.is_alive()
-        process.kill()
-        process.join()
-        if file.exists():
-            outcomes.append(json.loads(file.read_text()))
-        else:
-            code = process.exitcode or 0
-            died = f"died of {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            detail = (
-                f"still running after {limit:.0f} s"
-                if hung
-                else f"{died}: {_last_line(folder / f'{stage}.log')}"
-            )
-            outcomes.append({"verdict": RAISED, "detail": detail, "note": ""})
-    return max(
-        outcomes,
-        key=lambda o: ((EQUAL, WRONG, RAISED).index(o["verdict"]), not _is_echo(o["detail"])),
-    )
 
 
-def _is_echo(detail: str) -> bool:
-    """If one process raises, its partner finds the connection closed, or never made: that is the
-    lesser news.
+def _outcome(task: Task, rank: int, process: ForkServerProcess, limit: float) -> Outcome:
+    """What a process has written, or how it ended. Kills it if it still runs."""
+    hung = process.is_alive()
+    process.kill()
+    process.join()
+    file = task.outcome_file(rank)
+    if file.exists():
+        return json.loads(file.read_text())
+    code = process.exitcode or 0
+    if hung:
+        detail = f"still running after {limit:.0f} s"
+    elif code < 0:
+        detail = f"died of {signal.Signals(-code).name}: {_last_line(task.log)}"
+    else:
+        detail = f"exit code {code}: {_last_line(task.log)}"
+    return {"verdict": RAISED, "detail": detail, "note": ""}
+
+
+def _severity(outcome: Outcome) -> tuple[int, bool]:
+    """The order in which the outcomes of several processes are reported.
+
+    If one process raises, its partner finds the connection closed, or never made: that says less.
     """
-    return "Connection closed" in detail or "connectFullMesh" in detail
+    detail = outcome["detail"]
+    is_consequence = "Connection closed" in detail or "connectFullMesh" in detail
+    return (EQUAL, WRONG, RAISED).index(outcome["verdict"]), not is_consequence
 
 
-def _work(
-    registry: str,
-    key: str,
-    contestant: str,
-    stage: int,
-    rank: int,
-    count: int,
-    folder: Path,
-    port: int,
-) -> None:
+def _work(task: Task, rank: int) -> None:
     """In the process: run one stage, judge the last one, write the outcome."""
-    log = os.open(folder / f"{stage}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.stdout, sys.stderr = (
-        os.fdopen(1, "w", 1, closefd=False),
-        os.fdopen(2, "w", 1, closefd=False),
-    )
+    _redirect_output(task.log)
     import torch
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    row: Row = importlib.import_module(registry).ROWS[key]
-    scene, last = Scene(contestant, rank, folder), stage == len(row.stages) - 1
-    verdict, detail, note = EQUAL, "", ""
+    row: Row = importlib.import_module(task.registry).ROWS[task.key]
     try:
-        expected = row.expected(Scene("plain", rank, folder)) if last else None
-        if count > 1 and row.launched:
-            numbers = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": count,
-                "LOCAL_WORLD_SIZE": count,
-                "GROUP_RANK": 0,
-            }
-            os.environ |= {
-                name: str(number) for name, number in {**numbers, "MASTER_PORT": port}.items()
-            }
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "compatibility"}
-        elif count > 1:
-            store = f"file://{folder}/{stage}.store"
-            limit = timedelta(seconds=GROUP_LIMIT)
-            dist.init_process_group(
-                "gloo", init_method=store, rank=rank, world_size=count, timeout=limit
-            )
-        result = row.stages[stage][1](scene)
-        if isinstance(result, Noted):
-            result, note = result.result, result.note
-        if last:
-            verdict, detail = judge(result, expected, row.limit)
+        outcome = _judged(row, task, rank)
     except Exception as error:
         traceback.print_exc()
-        verdict, detail = RAISED, f"{type(error).__name__}: {error}"
-    aside = folder / f"{stage}-{rank}.part"
-    aside.write_text(json.dumps({"verdict": verdict, "detail": detail, "note": note}))
-    aside.rename(folder / f"{stage}-{rank}.json")
-    # The interpreter's own end would take apart gloo's threads while their groups are still held,
-    # and now and then aborts. But a partner may wait for this one to close its connection first.
-    if verdict == EQUAL and dist.is_initialized() and not row.launched:
+        detail = f"{type(error).__name__}: {error}"
+        outcome = {"verdict": RAISED, "detail": detail, "note": ""}
+    partial_file = task.folder / f"{task.stage}-{rank}.part"
+    partial_file.write_text(json.dumps(outcome))
+    partial_file.rename(task.outcome_file(rank))
+    # A normal exit would stop gloo's threads while process groups still exist, and sometimes
+    # aborts. But first a partner may wait for this process to close its connection.
+    if outcome["verdict"] == EQUAL and dist.is_initialized() and not row.launched:
         dist.barrier()
-    multiprocessing.util._run_finalizers()  # type: ignore[attr-defined] # what multiprocessing itself does last
+    multiprocessing.util._run_finalizers()  # type: ignore[attr-defined] # as multiprocessing does
     os._exit(0)
+
+
+def _redirect_output(log: Path) -> None:
+    """Send stdout and stderr to a file, also those of C++ code."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = os.fdopen(1, "w", 1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, closefd=False)
+
+
+def _judged(row: Row, task: Task, rank: int) -> Outcome:
+    is_last = task.stage == len(row.stages) - 1
+    expected = row.expected(Scene("plain", rank, task.folder)) if is_last else None
+    if task.processes > 1:
+        _connect(row, task, rank)
+    _, function = row.stages[task.stage]
+    result = function(Scene(task.contestant, rank, task.folder))
+    note = ""
+    if isinstance(result, Noted):
+        note = result.note
+        result = result.result
+    verdict, detail = judge(result, expected, row.limit) if is_last else (EQUAL, "")
+    return {"verdict": verdict, "detail": detail, "note": note}
+
+
+def _connect(row: Row, task: Task, rank: int) -> None:
+    """Start a process group, or set the environment variables from which a trainer starts it."""
+    import torch.distributed as dist
+
+    if not row.launched:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{task.folder}/{task.stage}.store",
+            rank=rank,
+            world_size=task.processes,
+            timeout=timedelta(seconds=GROUP_LIMIT),
+        )
+        return
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(task.processes),
+        "LOCAL_WORLD_SIZE": str(task.processes),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(task.port),
+        "TORCHELASTIC_RUN_ID": "compatibility",
+    }
 
 
 def _free_port() -> int:

@@ -1,186 +1,97 @@
-"""A language model of Python source, character by character, on Reformer's reversible layers
-(`retrograd.compat.reformer`). It reads modules of the standard library (four spaces are one
-character) and is tested on others, against tables that count pairs and triples. All blocks share a
-learned bias on distance: `arg_route` sends it to attention, not to the feed-forward functions, and
-its gradient comes back from every block. Draws examples/out/reformer_text.png:    python
-examples/reformer_text.py"""
+"""Run an installed package on retrograd: a language model of reformer-pytorch.
+
+`rg.compat.install` replaces the package's reversible layers; everything else is the package's own
+code. The model learns Python source code, byte by byte, from the standard library. Every tenth
+module is held out.
+
+    pip install reformer-pytorch
+    python examples/reformer_text.py    (draws examples/out/reformer_text.png)
+"""
 
 import argparse
+import math
 import sysconfig
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from torch import nn
+from torch.nn import functional as F
 from tqdm import trange
 
 import retrograd as rg
-from retrograd.measure import LiveBytes
+from retrograd.measure import activation_bytes
 
-DEPTH, WIDTH, HEADS, LENGTH, BATCH, ALPHABET = 6, 64, 4, 64, 16, 128
-LINE, ROWS = (
-    "\tdef names(self):\n\t\tfor name in self.items:\n\t\t\tif not ",
-    "\n\t abcdefghijklmnopqrstuvwxyz_.,:()=",
-)
+rg.compat.install("reformer_pytorch")
 
+from reformer_pytorch import ReformerLM  # noqa: E402
 
-class Attention(nn.Sequential):
-    def forward(self, x, bias):
-        norm, qkv, out = self
-        q, k, v = (
-            qkv(norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        )  # each: batch, heads, tokens, channels
-        return out(
-            ((q @ k.mT / q.shape[-1] ** 0.5 + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
-        )
+LENGTH = 64
+ATTENTION = {"heads": 4, "dim_head": 16, "bucket_size": 16, "n_hashes": 1, "causal": True}
 
 
-class LanguageModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.mix, self.head = (
-            nn.Embedding(ALPHABET, WIDTH),
-            nn.Linear(4 * WIDTH, WIDTH),
-            nn.Linear(WIDTH, ALPHABET),
-        )
-        f = [
-            Attention(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH))
-            for _ in range(DEPTH)
-        ]
-        g = [
-            nn.Sequential(
-                nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH)
-            )
-            for _ in range(DEPTH)
-        ]
-        self.distance, self.stack = (
-            nn.Embedding(LENGTH, HEADS),
-            rg.compat.reformer.ReversibleSequence(zip(f, g)),
-        )
-
-    def forward(self, tokens):
-        x, place = self.embed(tokens), torch.arange(tokens.shape[1])
-        x = self.mix(
-            torch.cat([nn.functional.pad(x, (0, 0, i, -i)) for i in range(4)], -1)
-        )  # spelling is local
-        back = (
-            place[:, None] - place
-        )  # how far back a token lies; below zero in the future, which must not be seen
-        bias = self.distance(back.clamp(min=0)).permute(2, 0, 1).masked_fill(back < 0, -torch.inf)
-        return self.head(
-            sum(self.stack(torch.cat((x, x), -1), arg_route=(True, False), bias=bias).chunk(2, -1))
-        )
+def load_text():
+    """The standard library as two tensors of bytes: for training, and held out."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    modules = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
+    train = b"".join(module for i, module in enumerate(modules) if i % 10)
+    test = b"".join(modules[::10])
+    return as_tokens(train), as_tokens(test)
 
 
-def bits(model, text, windows):
-    tokens = text[torch.randint(len(text) - LENGTH, (windows, 1)) + torch.arange(LENGTH + 1)]
-    return (
-        nn.functional.cross_entropy(model(tokens[:, :-1]).mT, tokens[:, 1:])
-        / torch.tensor(2.0).log()
-    )
+def as_tokens(text):
+    return torch.tensor(list(text.replace(b"    ", b"\t"))).clamp(max=127)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument(
-        "--out", type=Path, default=Path("examples/out"), help="folder of the picture"
-    )
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    texts = [
-        path.read_bytes().replace(b"    ", b"\t")
-        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    ]
-    train, test = [text for i, text in enumerate(texts) if i % 10], texts[::10]
-    train, test = (
-        torch.tensor(list(b"".join(part))).clamp(max=ALPHABET - 1) for part in (train, test)
-    )
-    model, losses, mib, tables, text = LanguageModel(), [], [], [], LINE
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-2, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / 50, 1 - step / args.steps)
-    )
-    for _ in trange(args.steps):
+def loss_in_bits(model, text, batch=16):
+    """Bits per byte on random windows of the text."""
+    starts = torch.randint(len(text) - LENGTH, (batch, 1))
+    tokens = text[starts + torch.arange(LENGTH + 1)]
+    return F.cross_entropy(model(tokens[:, :-1]).mT, tokens[:, 1:]) / math.log(2)
+
+
+def train_model(model, text, steps=160):
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-2, total_steps=steps)
+    losses = []
+    for _ in trange(steps):
         optimizer.zero_grad()
-        loss = bits(model, train, BATCH)
+        loss = loss_in_bits(model, text)
         loss.backward()
         optimizer.step()
         schedule.step()
         losses.append(loss.item())
-    for run in (2, 3):
-        counts = torch.full([ALPHABET] * run, 0.01).index_put_(
-            tuple(train.unfold(0, run, 1).T), torch.ones(()), accumulate=True
-        )
-        tables.append(
-            -(counts / counts.sum(-1, keepdim=True))
-            .log2()[tuple(test.unfold(0, run, 1).T)]
-            .mean()
-            .item()
-        )
-    for model.stack.reverse_thres in (
-        LENGTH,
-        0,
-    ):  # inputs up to this length are left to plain autograd
-        model.zero_grad()
-        with LiveBytes() as live:
-            bits(model, train, BATCH).backward()
-        mib.append((live.peak - sum(p.grad.nbytes for p in model.parameters())) / 2**20)
+    return losses
+
+
+def activation_mib(model, text, plain_up_to):
+    """Peak of the activations in one step; inputs up to a length run in plain autograd."""
+    model.reformer.layers.reverse_thres = plain_up_to
+    peak = activation_bytes(lambda: loss_in_bits(model, text).backward(), model.parameters())
+    return peak / 2**20
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("examples/out"), help="folder of the plot")
+    out = parser.parse_args().out
+    torch.manual_seed(0)
+    train, test = load_text()
+    model = ReformerLM(128, dim=64, depth=6, max_seq_len=LENGTH, ff_chunks=1, **ATTENTION)
+    losses = train_model(model, train)
     with torch.no_grad():
-        found, chances = (
-            bits(model, test, 400).item(),
-            model(torch.tensor([list(LINE.encode())]))[0].softmax(-1).numpy(),
-        )
-        for _ in range(160):
-            text += chr(
-                model(torch.tensor([list(text.encode())[-LENGTH:]]))[0, -1]
-                .div(0.8)
-                .softmax(-1)
-                .multinomial(1)
-            )
-    top, bottom = (figure := Figure(figsize=(11, 10), layout="tight")).subplots(
-        2, height_ratios=(2, 3)
-    )
-    top.plot(losses, linewidth=1, alpha=0.5)
-    for bar, name, color in (
-        (tables[0], "counting pairs", "gray"),
-        (tables[1], "triples", "black"),
-        (found, "model", "tab:red"),
-    ):
-        top.axhline(bar, color=color, linestyle="--", label=f"unseen modules, {name}: {bar:.2f}")
-    top.set(
-        title="Learning to write Python",
-        xlabel="step",
-        ylabel="bits per character",
-        xlim=(0, args.steps),
-        ylim=(2, 6),
-    )
-    top.legend(frameon=False)
-    figure.colorbar(
-        bottom.imshow(chances[:, list(ROWS.encode())].T, cmap="Blues", aspect="auto"),
-        label="probability",
-        pad=0.01,
-    )
-    bottom.set(
-        title="What it expects next", xlabel="after the text up to here", ylabel="next character"
-    )
-    for ticks, characters in ((bottom.set_xticks, LINE), (bottom.set_yticks, ROWS)):
-        ticks(
-            range(len(characters)),
-            list(characters.translate({32: "␣", 10: "↵", 9: "⇥"})),
-            family="monospace",
-        )
-    args.out.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.out / "reformer_text.png", dpi=120)
-    print(f"a continuation:\n{text.expandtabs(4)}")
-    print(
-        f"activations of one step: {mib[1]:.1f} MiB with retrograd, {mib[0]:.1f} MiB without "
-        "reversal"
-    )
-    print(
-        f"held out: {found:.2f} bits per character; counting pairs {tables[0]:.2f}, counting "
-        f"triples {tables[1]:.2f}"
-    )
+        held_out = loss_in_bits(model, test, batch=400).item()
+    reversed_mib = activation_mib(model, train, plain_up_to=0)
+    plain_mib = activation_mib(model, train, plain_up_to=LENGTH)
+    print(f"held out: {held_out:.2f} bits per byte (chance: 7)")
+    print(f"activations: {reversed_mib:.1f} MiB with retrograd, {plain_mib:.1f} MiB without")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(losses, label="training")
+    axes.axhline(held_out, color="tab:red", label="held out, after training")
+    axes.set(title="Learning Python source code", xlabel="step", ylabel="bits per byte")
+    axes.legend()
+    out.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out / "reformer_text.png", dpi=120)
 
 
 if __name__ == "__main__":

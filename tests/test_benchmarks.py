@@ -1,23 +1,146 @@
-"""Benchmarks: what they replace and call is there. (Their figures are not tested: they are
-measurements.)
+"""Benchmarks: every command can be imported, and `python -m benchmarks` measures, stores and draws.
+
+Their figures are not tested: they are measurements.
 """
 
 import importlib
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from benchmarks import overhead
+import retrograd as rg
+from benchmarks import compare_checkouts, matrix, overhead
+from benchmarks.__main__ import main
+from retrograd.core.observe import Observer
 
-NAMES = sorted(path.stem for path in Path(overhead.__file__).parent.glob("*.py"))
+PARTS = {"__init__", "cases", "steps", "matrix"}  # of the command `python -m benchmarks`
+COMMANDS = {path.stem for path in Path(overhead.__file__).parent.glob("*.py")} - PARTS
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_they_import(name):
     assert callable(importlib.import_module(f"benchmarks.{name}").main)
 
 
 def test_what_is_left_out_for_a_promise_is_there():
-    patches = [patch for patches in overhead.PROMISES.values() for patch in patches]
-    assert patches
-    assert all(hasattr(owner, name) for owner, name, _ in patches)
+    """Each promise names guards that a call has; without all of them, gradients are still there."""
+    kinds = overhead.PROMISES["all of these"]
+    stack = rg.ReversibleSequence([(nn.BatchNorm1d(4), nn.Linear(4, 4)) for _ in range(3)])
+    seen = []
+
+    class Look(Observer):
+        def guards(self, stack, program, guards):
+            seen.extend(map(type, guards))
+            return guards
+
+    with overhead.Without(kinds), Look():
+        stack(torch.randn(4, 4)).sum().backward()
+    assert stack.blocks[0].f.weight.grad is not None
+    left = set(seen)
+    with Look():
+        stack(torch.randn(4, 4))
+    assert set(seen) - left == set(kinds)
+
+
+# --- python -m benchmarks
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    size = replace(matrix.SHOWN, name="depth", width=8, batch=1, tokens=8)
+    monkeypatch.setattr(matrix, "QUICK", [replace(size, blocks=blocks) for blocks in (2, 4)])
+
+
+@pytest.mark.filterwarnings("ignore")  # of the peers
+def test_it_measures_stores_and_draws(tiny, tmp_path, capsys):
+    contestants = ["checkpoint", "retrograd", "retrograd, 50%"]
+    options = ["--quick", "--rounds", "1", "--contestants", *contestants, "--out", str(tmp_path)]
+    assert main(options) == 0
+    printed = capsys.readouterr().out
+    assert "4 blocks, width 8, 1 x 8 tokens" in printed and "| retrograd |" in printed
+    rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert {row["contestant"] for row in rows} >= {"plain", "checkpoint", "retrograd"}
+    assert all(row["gradient_difference"] < 1e-5 for row in rows)
+    pictures = [tmp_path / "memory.svg", tmp_path / "frontier.svg"]
+    assert all(picture.stat().st_size > 5000 for picture in pictures)
+    for picture in pictures:
+        picture.unlink()
+    assert main(["--draw-only", "--out", str(tmp_path), "--json"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+    assert all(picture.exists() for picture in pictures)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--out", "{file}"], "is a file; name a folder"),
+        (["--out", "{file}/inside"], "is a file; name a folder"),
+        (["--draw-only", "--out", "{folder}"], "measure first"),
+        (["--contestants", "nobody"], "no contestant nobody; there are plain, checkpoint"),
+        (["--sizes", "huge"], "no size huge; there are"),
+        (["--rounds", "0"], "must be at least 1"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(arguments, text, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    arguments = [a.format(file=file, folder=tmp_path) for a in arguments]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("rows", ['{"a": 1', '{"a": 1}', "", None])
+def test_rows_that_cannot_be_read(rows, tmp_path, capsys):
+    steps = tmp_path / "steps.jsonl"
+    steps.mkdir() if rows is None else steps.write_text(rows)
+    assert main(["--draw-only", "--out", str(tmp_path)]) == 2
+    assert "measure first" in capsys.readouterr().err
+
+
+def result(**changes):
+    tensors = {"output": torch.ones(2), "gradient": None}
+    counts = {"activation bytes": 100, "evaluations of blocks.0.f": 2}
+    for name, value in changes.items():
+        (counts if isinstance(value, int) else tensors)[name.replace("_", " ")] = value
+    return compare_checkouts.Result(tensors, counts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "difference"),
+    [
+        ({}, "equal", None),
+        ({"activation_bytes": 99}, "lower", None),
+        ({"activation_bytes": 101}, "different", "activation bytes: 100 before, 101 now"),
+        ({"FLOPs": 1}, "different", "FLOPs is new"),
+        ({"output": torch.ones(2) + 1e-7}, "different", "output is not bit-equal"),
+        ({"output": torch.ones(2).double()}, "different", "output is not bit-equal"),
+        ({"gradient": torch.zeros(2)}, "different", "gradient is not bit-equal"),
+        ({"buffer": torch.zeros(2)}, "different", "buffer is new"),
+    ],
+)
+def test_what_counts_as_a_difference_between_checkouts(changes, verdict, difference):
+    found = compare_checkouts.compare("case", result(), result(**changes))
+    assert found.verdict == verdict
+    assert found.differences == ([] if difference is None else [difference])
+
+
+def test_an_error_in_one_checkout_only_is_a_difference():
+    failed = compare_checkouts.Result(error="DriftError")
+    found = compare_checkouts.compare("case", failed, compare_checkouts.Result())
+    assert found.differences == ["raised DriftError before, None now"]
+
+
+def test_the_cases_that_are_compared_have_names_of_their_own_and_give_something():
+    cases = list(compare_checkouts.cases())
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases[-5:]:
+        found = compare_checkouts.run(case)
+        assert found.error is None
+        assert found.tensors["step 2, gradient of updates.0.fn.fn.up.weight"] is not None
+        assert found.counts["evaluations of updates.0"] in (1, 2)

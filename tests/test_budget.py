@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import register_flop_formula
 
 import retrograd as rg
-from retrograd import budget as planning
-from retrograd.bench.cases import SIZES, Attention, FeedForward, Plain, checkpoint, pairs
-from retrograd.bench.steps import example, flops, step
+from benchmarks.cases import SIZES, Attention, FeedForward, Plain, checkpoint, pairs
+from benchmarks.steps import example, flops, step
 from retrograd.core.memory import Choice, Plan, block_starts
 from retrograd.core.walk import Walk
 from retrograd.measure import LiveBytes, activation_bytes
+from retrograd.profile import Profile
+from retrograd.profiling import REMEMBERED
 from tests import processes, test_compat_parity, zoo
 
 MIB = 2**20
@@ -122,7 +123,7 @@ def test_the_peak_stays_below_it(name, share, accumulating):
             x.grad = None
             with LiveBytes() as live:
                 run()
-            plain = next(iter(stack._backstage.profiles.values())).plain(False)
+            plain = next(iter(stack._cache.profiles.values())).plain(False)
             assert live.peak - x.grad.nbytes <= 1.02 * stack.memory.bytes_of(plain)
         return
     assert needed(stack, x) <= 1.02 * limit
@@ -161,7 +162,7 @@ def test_above_plain_it_is_keep_to_the_bit():
     for stack.memory in (rg.Keep(), rg.Budget("1 GiB"), rg.Budget("1 GiB")):
         grads.append(torch.autograd.grad(stack(x).square().sum(), [x, *stack.parameters()]))
     assert all(map(torch.equal, grads[0], grads[2]))
-    assert next(iter(stack._backstage.profiles.values())).plan(rg.Budget("1 GiB"), True).kept == 0
+    assert next(iter(stack._cache.profiles.values())).plan(rg.Budget("1 GiB"), True).keep_from == 0
 
 
 def test_below_the_floor_it_says_the_floor():
@@ -192,10 +193,10 @@ class Fixed:
     def __init__(self, choice, cut=None):
         self.choice, self.cut = choice, cut
 
-    def plan(self, targets, *_):
-        cut = len(targets) if self.cut is None else self.cut
+    def plan(self, call):
+        cut = len(call.targets) if self.cut is None else self.cut
         choice = CHOICES[self.choice] if isinstance(self.choice, str) else self.choice
-        return Plan(cut, cut, dict.fromkeys(range(cut), choice))
+        return Plan(cut, dict.fromkeys(range(cut), choice))
 
 
 ADDMM = frozenset(
@@ -345,7 +346,7 @@ def test_products_that_are_edited_in_place(share):
             for net in (stack, twin)
         )
         assert zoo.worst(list(got), list(expected)) < 1e-4
-    (profile,) = stack._backstage.profiles.values()
+    (profile,) = stack._cache.profiles.values()
     first = [
         operation for operation in profile.updates[0].operations if "addmm" in str(operation.name)
     ]
@@ -531,9 +532,9 @@ def test_frozen_functions_run_once_if_their_output_is_kept():
 
 def test_settled_after_two_steps_and_again_when_shapes_change(monkeypatch):
     made = []
-    plan = planning.Profile._plan
+    plan = Profile._plan
     monkeypatch.setattr(
-        planning.Profile, "_plan", lambda self, *args: (made.append(args), plan(self, *args))[1]
+        Profile, "_plan", lambda self, *args: (made.append(args), plan(self, *args))[1]
     )
     stack = rg.ReversibleSequence(
         [(FeedForward(32), FeedForward(32)) for _ in range(8)], memory=rg.Budget("60%")
@@ -546,11 +547,11 @@ def test_settled_after_two_steps_and_again_when_shapes_change(monkeypatch):
         stack.zero_grad()
         step(stack, torch.randn(size, 32, requires_grad=True))
     assert len(made) == 2
-    assert len(stack._backstage.profiles) == 2
+    assert len(stack._cache.profiles) == 2
     for size in range(256, 356):
         stack(torch.randn(size, 32))
-    assert len(stack._backstage.profiles) <= planning.REMEMBERED
-    assert not copy.deepcopy(stack)._backstage.profiles
+    assert len(stack._cache.profiles) <= REMEMBERED
+    assert not copy.deepcopy(stack)._cache.profiles
 
 
 def test_a_first_step_that_fails_is_not_what_is_planned_from():
@@ -570,7 +571,7 @@ def test_a_first_step_that_fails_is_not_what_is_planned_from():
     Fails.fail = False
     for _ in range(2):
         step(stack, torch.randn(2, 8, requires_grad=True))
-    (profile,) = stack._backstage.profiles.values()
+    (profile,) = stack._cache.profiles.values()
     assert profile.is_complete
 
 
@@ -697,7 +698,7 @@ def test_where_blocks_start():
     assert block_starts("ababab") == [0, 2, 4]
     assert block_starts("aab") == [0, 1]
     assert block_starts("") == []
-    assert sorted(rg.Anchor(2, keep_last=False).plan("abababab").choices) == [4]
+    assert sorted(rg.Anchor(2, keep_last=False).plan(rg.Call("abababab")).choices) == [4]
     with pytest.raises(ValueError, match="every is a number of blocks"):
         rg.Anchor(every=0)
 

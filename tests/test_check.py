@@ -1,6 +1,4 @@
-"""`rg.check`: a sound network is found sound, a fault is found and named, and nothing is left
-behind.
-"""
+"""`rg.check`: it accepts correct networks, names planted faults, and puts everything back."""
 
 from __future__ import annotations
 
@@ -15,9 +13,10 @@ import torch
 from torch import nn
 
 import retrograd as rg
-from retrograd.bench.cases import Attention, FeedForward
+from benchmarks.cases import Attention, FeedForward
 from retrograd.checking import Problem
 from retrograd.compat.reformer import ReversibleSequence as ReformerSequence
+from retrograd.core.observe import observers
 from tests import zoo
 
 WIDTH = 4
@@ -39,8 +38,8 @@ def kinds(report):
     return {problem.kind for problem in report.problems}
 
 
-def told(report, *kinds):
-    """The text of the problems of these kinds."""
+def text_of(report, *kinds):
+    """The problems of these kinds, as text."""
     return "\n".join(str(problem) for problem in report.problems if problem.kind in kinds)
 
 
@@ -49,11 +48,11 @@ def seeded():
     torch.manual_seed(0)
 
 
-# --- sound networks
+# --- correct networks
 
 
 @pytest.mark.parametrize("case", zoo.CASES, ids=str)
-def test_sound_networks_are_found_sound(case):
+def test_correct_networks_are_ok(case):
     stack, x = case.build(dropout=0.1)[:2]
     report = rg.check(stack, x)
     assert report.ok, str(report)
@@ -67,7 +66,8 @@ class Norm(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.linear = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x):
@@ -76,6 +76,8 @@ class Norm(nn.Module):
 
 
 class Counted(nn.Linear):
+    """Counts its calls, except in recompute."""
+
     calls = 0
 
     def __init__(self):
@@ -90,7 +92,7 @@ class Counted(nn.Linear):
 
 
 class Attending(nn.Linear):
-    """Stores what it computed, as many do, the same both times."""
+    """Stores its output, which is the same in recompute."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -101,7 +103,7 @@ class Attending(nn.Linear):
         return self.map
 
 
-SOUND = {
+CORRECT = {
     "buffers": lambda: stack_of(Norm),
     "dropout": lambda: stack_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))),
     "a counter that recompute leaves alone": lambda: stack_of(Counted),
@@ -118,9 +120,9 @@ SOUND = {
 }
 
 
-@pytest.mark.parametrize("name", SOUND)
-def test_what_the_engine_replays_is_sound(name):
-    network = SOUND[name]()
+@pytest.mark.parametrize("name", CORRECT)
+def test_what_the_engine_replays_is_ok(name):
+    network = CORRECT[name]()
     x = example(2, 3, 2 * WIDTH) if name == "compat" else example(3, WIDTH)
     report = rg.check(network, x)
     assert report.ok, str(report)
@@ -131,7 +133,7 @@ def test_a_list_of_pairs():
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
     report = rg.check([(mlp(), lambda x: (x @ weight).tanh()) for _ in range(3)], example())
     assert report.ok, str(report)
-    assert any("tensor 0" in name for name in report.gradients)  # the weight that no module has
+    assert any("tensor 0" in name for name in report.gradients)  # the weight that is in no module
 
 
 def test_arguments_and_their_gradients():
@@ -155,13 +157,13 @@ def test_under_autocast():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_whatever_surrounds_it(mode):
+def test_gradients_are_enabled_inside(mode):
     stack = stack_of(mlp)
     with mode():
         assert rg.check(stack, example()).ok
 
 
-def test_compiled_networks_are_checked_as_they_are_written():
+def test_compiled_networks_are_checked_eagerly():
     network = torch.compile(stack_of(mlp), backend="eager")
     network(example()).sum().backward()
     assert rg.check(network, example()).ok
@@ -180,8 +182,8 @@ def test_compiled_functions_stay_compiled():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, tracing
-def test_what_cannot_be_watched_is_told_and_leaves_no_trace():
-    """torch.cond fails under any dispatch mode, and from then on without one."""
+def test_bytes_that_cannot_be_counted_are_a_note():
+    """torch.cond fails in a dispatch mode, and from then on without one, unless it is reset."""
 
     class Choosing(nn.Linear):
         def forward(self, x):
@@ -199,7 +201,7 @@ def test_what_cannot_be_watched_is_told_and_leaves_no_trace():
 
 
 class Cache(nn.Linear):
-    """Attends to all that it has seen, which grows."""
+    """Uses all inputs that it has seen."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -262,7 +264,7 @@ class WrongInverse(rg.Coupling):
 
 
 class AlmostRight(rg.Coupling):
-    """Off by less than the engine itself would notice."""
+    """Off by less than the engine itself detects."""
 
     def forward(self, x, out):
         return x + out
@@ -284,7 +286,7 @@ class FreeBuffer(nn.Linear):
 
 
 class Hidden(nn.Linear):
-    """A BatchNorm where the engine does not look: in an attribute of some object."""
+    """A BatchNorm in an attribute of an object, where the engine does not search."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -311,7 +313,7 @@ class BehindAutograd(nn.Linear):
 
 
 def reading_its_target(shared):
-    """f leaves its input in a dict, and g reads it from there: that is g's target."""
+    """f stores its input in a dict, and g reads it from there: it is g's target."""
     linear, other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def f(x2):
@@ -356,7 +358,7 @@ FAULTS = {
         lambda: stack_of(lambda: Timed(WIDTH, WIDTH)),
         "determinism",
         "depends on time",
-        "ask once",
+        "call it once",
     ),
     "a global counter": (
         lambda: stack_of(lambda: Global(WIDTH, WIDTH)),
@@ -415,11 +417,11 @@ def test_a_planted_fault_is_named(fault):
     build, kind, *texts = FAULTS[fault]
     report = rg.check(build(), example())
     assert not report.ok
-    text = told(report, kind)
+    text = text_of(report, kind)
     assert text, str(report)
     for expected in texts:
         assert expected in text, str(report)
-    # and first of all, because the rest follows from it
+    # It comes first, because the other problems follow from it.
     assert report.problems[0].kind == kind, str(report)
 
 
@@ -429,16 +431,16 @@ def test_bfloat16_streams_at_depth_64():
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     report = rg.check(stack, x)
     assert kinds(report) & {"drift", "gradients"}
-    assert "the streams are bfloat16" in str(
-        report.problems[0]
-    ) and "leave out stream_dtype" in str(report.problems[0])
+    text = str(report.problems[0])
+    assert "the streams are bfloat16" in text
+    assert "leave out stream_dtype" in text
     stack.stream_dtype = None
     assert rg.check(stack, x).ok
 
 
-def test_a_choice_that_rounding_turns_over():
+def test_a_choice_that_rounding_changes():
     class Top(nn.Module):
-        """The sign of something that is zero but for rounding."""
+        """A threshold on digits that rounding changes."""
 
         def __init__(self):
             super().__init__()
@@ -456,10 +458,10 @@ def test_a_choice_that_rounding_turns_over():
 def test_faults_of_many_blocks_are_one_problem():
     report = rg.check(stack_of(lambda: Draws(random.random), blocks=16), example())
     assert [problem.kind for problem in report.problems].count("determinism") == 1
-    assert "(and 15 more)" in told(report, "determinism")
+    assert "(and 15 more)" in text_of(report, "determinism")
 
 
-# --- mistakes
+# --- wrong arguments
 
 
 def test_a_network_without_stacks():
@@ -467,7 +469,7 @@ def test_a_network_without_stacks():
     assert kinds(report) == {"nothing"}
 
 
-def test_mistakes_are_told():
+def test_wrong_arguments_raise():
     with pytest.raises(TypeError, match="a module or a list of"):
         rg.check(3, example())
     with pytest.raises(ValueError, match="nothing to compare"):
@@ -485,7 +487,7 @@ def test_errors_of_the_network_itself_pass_through():
         rg.check(stack_of(lambda: Fails(WIDTH, WIDTH)), example())
 
 
-# --- what it leaves behind
+# --- putting everything back
 
 
 class Everything(nn.Module):
@@ -495,12 +497,12 @@ class Everything(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.linear, self.drop = (
-            nn.BatchNorm1d(WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Dropout(0.5),
-        )
-        self.cache, self.table, self.kinds = [], {}, set()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.5)
+        self.cache = []
+        self.table = {}
+        self.kinds = set()
         self.free = torch.zeros(WIDTH)
         self.count = 0
         self.generator = torch.Generator().manual_seed(3)
@@ -527,20 +529,21 @@ def state_of(network):
         "attributes": [
             Everything.shared,
             block.count,
-            *map(list, (block.cache, block.table, block.kinds)),
+            list(block.cache),
+            list(block.table),
+            list(block.kinds),
             hasattr(block, "late"),
         ],
         "free": block.free.clone(),
         "random": [
-            *(torch.get_rng_state(), block.generator.get_state()),
-            *(
-                repr(block.numpy.bit_generator.state),
-                random.getstate(),
-                repr(numpy.random.get_state()),
-            ),
+            torch.get_rng_state(),
+            block.generator.get_state(),
+            repr(block.numpy.bit_generator.state),
+            random.getstate(),
+            repr(numpy.random.get_state()),
         ],
         "versions": [t._version for t in network.parameters()],
-        "stack": [network.memory, network._backstage, network.training, torch.is_grad_enabled()],
+        "stack": [network.memory, network._cache, network.training, torch.is_grad_enabled()],
         "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in network.modules()],
     }
 
@@ -550,35 +553,27 @@ def test_everything_is_put_back(memory):
     network = rg.ReversibleSequence([(Everything(), mlp()) for _ in range(3)], memory=memory)
     network(example()).sum().backward()
     x = example().requires_grad_()
-    before, identities = (
-        state_of(network),
-        [id(t) for t in (*network.parameters(), *network.buffers())],
-    )
+    before = state_of(network)
+    identities = [id(t) for t in (*network.parameters(), *network.buffers())]
     report = rg.check(network, x)
     assert not report.ok  # it has every fault
     after = state_of(network)
     for what in ("state dict", "gradients", "free"):
         torch.testing.assert_close(after[what], before[what], rtol=0, atol=0, msg=what)
-    assert after["attributes"] == before["attributes"]
-    assert (
-        after["versions"] == before["versions"]
-        and after["stack"] == before["stack"]
-        and after["hooks"] == before["hooks"]
-    )
-    assert all(
-        torch.equal(a, b) if torch.is_tensor(a) else a == b
-        for a, b in zip(after["random"], before["random"])
-    )
+    for what in ("attributes", "versions", "stack", "hooks"):
+        assert after[what] == before[what], what
+    for a, b in zip(after["random"], before["random"]):
+        assert torch.equal(a, b) if torch.is_tensor(a) else a == b
     assert identities == [id(t) for t in (*network.parameters(), *network.buffers())]
     assert x.grad is None
 
 
-def test_a_graph_that_the_caller_holds_stays_good():
-    def gradients(look):
+def test_a_graph_of_the_caller_stays_valid():
+    def gradients(with_check):
         torch.manual_seed(0)
         network = stack_of(Norm)
         loss = network(example()).square().sum()
-        if look:
+        if with_check:
             assert rg.check(network, example()).ok
         loss.backward()
         return [p.grad for p in network.parameters()]
@@ -592,8 +587,6 @@ def test_an_error_leaves_everything_as_it_was():
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         rg.check(nn.Sequential(network, nn.Linear(WIDTH + 1, WIDTH)), example())
     torch.testing.assert_close(network.state_dict(), before, rtol=0, atol=0)
-    from retrograd.core.program import observers
-
     assert observers == []
 
 

@@ -1,10 +1,9 @@
-"""`rg.check` and Python state: wherever functions keep it, what recompute changes is named, and
-everything is put back.
-"""
+"""`rg.check` and Python state: changes in recompute are named, wherever they are, and put back."""
 
 from __future__ import annotations
 
 import collections
+import gc
 import itertools
 import random
 import sys
@@ -17,9 +16,10 @@ import torch
 from torch import nn
 
 import retrograd as rg
-from retrograd.checking.reach import Snapshot, look
-from retrograd.core.program import observers
-from tests.test_check import WIDTH, example, kinds, mlp, stack_of, told
+from retrograd.checking.fingerprints import fingerprints
+from retrograd.checking.restore import Snapshot
+from retrograd.core.observe import observers
+from tests.test_check import WIDTH, example, kinds, mlp, stack_of, text_of
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def seeded():
     torch.manual_seed(0)
 
 
-# --- where state can be. Each function counts its calls there, and uses the count.
+# --- places of state: each function counts its calls in one, and uses the count
 
 
 class Registry:
@@ -74,7 +74,7 @@ def of_a_function():
 
 
 def in_a_global_that_is_new():
-    globals()  # not through this: by its name
+    globals()  # the global is found by its name, not through this call
     global FRESH
     try:
         FRESH += 1
@@ -159,14 +159,11 @@ def other_module(monkeypatch):
 def test_a_counter_is_found_and_put_back(place, other_module):
     count = PLACES[place]()
     stack = stack_of(lambda: Counts(count))
-    before = look("", stack, ())
+    before = fingerprints("", stack)
     report = rg.check(stack, example())
     assert "determinism" in kinds(report), str(report)
-    assert "not found" not in told(report, "determinism"), str(report)
-    after = look("", stack, ())
-    assert {path: value[:4] for path, value in after.items()} == {
-        path: value[:4] for path, value in before.items()
-    }
+    assert "not found" not in text_of(report, "determinism"), str(report)
+    assert fingerprints("", stack) == before
     assert count() == 1 or place in (
         "a global",
         "a list",
@@ -177,7 +174,7 @@ def test_a_counter_is_found_and_put_back(place, other_module):
     )
 
 
-def test_new_globals_attributes_and_submodules_go_again():
+def test_new_globals_attributes_and_submodules_are_removed():
     class Lazy(nn.Linear):
         def forward(self, x):
             if not hasattr(self, "late"):
@@ -193,12 +190,12 @@ def test_new_globals_attributes_and_submodules_go_again():
     assert "FRESH" not in globals() or FRESH == 1
 
 
-def test_hooks_are_looked_at():
+def test_hooks_are_searched():
     seen = []
     stack = stack_of(mlp)
     stack.blocks[0].f.register_forward_hook(lambda module, args, output: seen.append(output))
     report = rg.check(stack, example())
-    assert "seen` has" in told(report, "state")
+    assert "seen` has" in text_of(report, "state")
     assert seen == []
 
 
@@ -214,7 +211,7 @@ def test_requires_grad_is_put_back():
 
 
 def test_buffers_are_never_written_to():
-    """A graph of plain autograd that saved one stays good."""
+    """A graph of plain autograd that saved one stays valid."""
 
     class Decays(nn.Module):
         def __init__(self):
@@ -227,8 +224,10 @@ def test_buffers_are_never_written_to():
             return self.stack(x) * self.m
 
     network = Decays()
-    loss, buffer = network(example()).sum(), network.m
-    version, value = buffer._version, buffer.clone()
+    loss = network(example()).sum()
+    buffer = network.m
+    version = buffer._version
+    value = buffer.clone()
     assert rg.check(network, example()).ok
     assert network.m is buffer and buffer._version == version and torch.equal(buffer, value)
     loss.backward()
@@ -261,10 +260,13 @@ def test_a_value_that_cannot_be_put_back_does_not_stop_the_rest():
     class Changes(nn.Linear):
         def __init__(self):
             super().__init__(WIDTH, WIDTH)
-            self.first, self.stubborn, self.last = 0, Stubborn(), 0
+            self.first = 0
+            self.stubborn = Stubborn()
+            self.last = 0
 
         def forward(self, x):
-            self.first, self.last = self.first + 1, self.last + 1
+            self.first += 1
+            self.last += 1
             self.stubborn[self.first] = 1
             return super().forward(x)
 
@@ -277,7 +279,7 @@ def test_a_value_that_cannot_be_put_back_does_not_stop_the_rest():
 
 
 @pytest.mark.filterwarnings("ignore::retrograd.DriftWarning")
-def test_what_cannot_be_looked_into_is_passed_by():
+def test_values_that_cannot_be_searched_are_skipped():
     class Meta(type):
         pass
 
@@ -291,7 +293,9 @@ def test_what_cannot_be_looked_into_is_passed_by():
     class Holds(nn.Linear):
         def __init__(self):
             super().__init__(WIDTH, WIDTH)
-            self.kind, self.random, self.table = Odd, random.SystemRandom(), {Key(): [1]}
+            self.kind = Odd
+            self.random = random.SystemRandom()
+            self.table = {Key(): [1]}
             self.register_buffer("expanded", torch.full((1,), float("nan")).expand(3))
 
     assert rg.check(stack_of(Holds), example()).ok
@@ -307,15 +311,16 @@ def test_much_state_does_not_crowd_out_modules():
     torch.testing.assert_close(network.state_dict(), before, rtol=0, atol=0)
 
 
-# --- stacks that are hard to name, and others who run stacks meanwhile
+# --- stacks outside the module tree, and stacks of other threads
 
 
 class InAList(nn.Module):
-    """Stacks that are no part of the module tree."""
+    """Stacks that are not in the module tree."""
 
     def __init__(self, *stacks):
         super().__init__()
-        self.stacks, self.head = list(stacks), nn.Linear(WIDTH, WIDTH)
+        self.stacks = list(stacks)
+        self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         for stack in self.stacks:
@@ -350,7 +355,8 @@ def test_an_argument_with_the_name_of_a_parameter():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
-            self.stack, self.scale = stack_of(mlp), nn.Parameter(torch.ones(WIDTH))
+            self.stack = stack_of(mlp)
+            self.scale = nn.Parameter(torch.ones(WIDTH))
 
         def forward(self, x, scale):
             return self.stack(x) * self.scale * scale
@@ -377,14 +383,17 @@ def test_a_network_that_inverts():
 
 
 def test_stacks_of_other_threads_are_left_alone():
-    theirs, stop, errors, runs = stack_of(mlp), threading.Event(), [], []
-    backstage = theirs._backstage
+    theirs = stack_of(mlp)
+    stop = threading.Event()
+    errors = []
+    runs = []
+    cache = theirs._cache
 
     def train():
         while not stop.is_set():
             try:
                 theirs(example()).sum().backward()
-                runs.append(theirs._backstage is backstage)
+                runs.append(theirs._cache is cache)
             except Exception as error:
                 errors.append(error)
 
@@ -395,7 +404,10 @@ def test_stacks_of_other_threads_are_left_alone():
     finally:
         stop.set()
         thread.join()
-    assert report.ok and len(report.stacks) == 1 and not errors and all(runs) and runs
+    assert report.ok
+    assert len(report.stacks) == 1
+    assert not errors
+    assert runs and all(runs)
     assert observers == []
 
 
@@ -410,13 +422,13 @@ def test_interrupts_leave_everything_as_it_was():
             return super().forward(x)
 
     for after in range(0, 60, 3):
-        stack, remaining = (
-            stack_of(lambda: Interrupts(WIDTH, WIDTH)),
-            iter(range(after)),
-        )  # which nobody puts back
+        stack = stack_of(lambda: Interrupts(WIDTH, WIDTH))
+        remaining = iter(range(after))  # an iterator is not put back
         with pytest.raises(KeyboardInterrupt):
             rg.check(stack, example())
-        assert observers == [] and stack.blocks[0].f.calls == 0 and torch.is_grad_enabled()
+        assert observers == []
+        assert stack.blocks[0].f.calls == 0
+        assert torch.is_grad_enabled()
     remaining = iter(range(100))
     stack(example()).sum().backward()
 
@@ -425,18 +437,19 @@ def test_interrupts_leave_everything_as_it_was():
 
 
 class Root(nn.Module):
-    """A gradient that is infinite, in one place."""
+    """One element of its gradient is infinite."""
 
     def __init__(self, stack):
         super().__init__()
-        self.stack, self.w = stack, nn.Parameter(torch.tensor([0.0, 1.0, 1.0, 1.0]))
+        self.stack = stack
+        self.w = nn.Parameter(torch.tensor([0.0, 1.0, 1.0, 1.0]))
 
     def forward(self, x):
         return self.stack(x), self.w.sqrt().sum()
 
 
 class Aux(nn.Linear):
-    """Its aux is another one in recompute; its output is not."""
+    """Its aux differs in recompute; its output does not."""
 
     def forward(self, x):
         y = super().forward(x)
@@ -454,7 +467,8 @@ def test_nan_in_both_is_no_difference():
     class Where(nn.Module):
         def __init__(self):
             super().__init__()
-            self.stack, self.w = stack_of(mlp), nn.Parameter(torch.tensor([0.0, 1.0, 1.0, 1.0]))
+            self.stack = stack_of(mlp)
+            self.w = nn.Parameter(torch.tensor([0.0, 1.0, 1.0, 1.0]))
 
         def forward(self, x):
             return self.stack(x * torch.where(self.w > 0, self.w.sqrt(), 0.0))
@@ -476,7 +490,8 @@ def test_plain_autograd_that_does_not_agree_with_itself():
     class Noisy(nn.Module):
         def __init__(self):
             super().__init__()
-            self.stack, self.generator = stack_of(mlp), random.SystemRandom()
+            self.stack = stack_of(mlp)
+            self.generator = random.SystemRandom()
 
         def forward(self, x):
             return self.stack(x + self.generator.random() * torch.arange(WIDTH))
@@ -516,11 +531,10 @@ def test_scripts_and_odd_devices():
         rg.check(stack, iter([x]))
 
 
-@pytest.mark.filterwarnings("ignore")  # of what the garbage collector touches
-def test_checks_leave_nothing_behind():
-    import gc
-
-    stack, x = stack_of(mlp), example()
+@pytest.mark.filterwarnings("ignore")  # raised by objects that the garbage collector visits
+def test_a_check_leaks_no_tensors():
+    stack = stack_of(mlp)
+    x = example()
     counts = []
     for _ in range(6):
         rg.check(stack, x)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import retrograd as rg
-from retrograd.bench.cases import Attention, FeedForward
+from benchmarks.cases import Attention, FeedForward
 from retrograd.measure import LiveBytes
 from tests import zoo
 

@@ -1,6 +1,4 @@
-"""`retrograd check`, `plan`, `info`, `completion`: what they print, their exit codes, and mistakes
-in one line.
-"""
+"""`retrograd check`, `plan`, `info`: what they print, exit codes, mistakes in one line."""
 
 from __future__ import annotations
 
@@ -269,21 +267,12 @@ def test_no_command_and_the_version(capsys):
     assert capsys.readouterr().out.startswith("retrograd ")
 
 
-def completed(words):
-    """What bash offers for the last of these words, after the script was sourced."""
-    script = f"""
-source <({sys.executable} -m retrograd completion bash)
-COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}
-function_of() {{ complete -p retrograd | sed 's/.*-F \\([^ ]*\\).*/\\1/'; }}
-$(function_of) retrograd "{words[-1]}" "{words[-2]}"
-printf '%s\\n' "${{COMPREPLY[@]}}"
-"""
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    return done.stdout.split()
-
-
-def test_the_shell_completes():
-    pytest.importorskip("shtab")
-    assert {"check", "plan", "train"} <= set(completed(["retrograd", '""']))
-    assert completed(["retrograd", "chec"]) == ["check"]
-    assert "--json" in completed(["retrograd", "check", "--j"])
+def test_as_a_program():
+    help = subprocess.run(
+        [sys.executable, "-m", "retrograd", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "check" in help.stdout
+    wrong = subprocess.run(
+        [sys.executable, "-m", "retrograd", "chekc"], capture_output=True, text=True
+    )
+    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr

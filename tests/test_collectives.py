@@ -103,11 +103,10 @@ def plans(rank: int) -> list[list[Any]]:
         stack = build(rg.Budget(f"{percent}%"))
         try:
             stack(torch.randn(3, 20, 17)).square().mean().backward()
-            (profile,) = stack._backstage.profiles.values()
+            (profile,) = stack._cache.profiles.values()
             plan = profile.plan(stack.memory, True)
             own = [
-                plan.spare,
-                plan.kept,
+                plan.keep_from,
                 sorted((i, choice.output) for i, choice in plan.choices.items()),
             ]
         except rg.BudgetError:

@@ -11,12 +11,21 @@ from pathlib import Path
 import pytest
 
 import retrograd as rg
-from retrograd.cli import main, parser
+from benchmarks import __main__ as benchmarks
+from retrograd import cli
+from speedrun import __main__ as speedrun
 from tests.packages import load
 from tests.test_house import PUBLIC
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+OTHERS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "speedrun" / "README.md"]
+PARSERS = {
+    "retrograd": cli.parser,
+    "speedrun": speedrun.parser,
+    "benchmarks": benchmarks.parser,
+}
 SITE = ("mkdocs", "material", "mkdocstrings")
 
 
@@ -45,27 +54,19 @@ def test_the_code_runs_as_written(page):
             rg.compat.uninstall(package)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [*PAGES, DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"],
-    ids=lambda page: page.stem,
-)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: page.stem)
 def test_links_lead_somewhere(page):
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
         assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize(
-    "page",
-    [*PAGES, DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"],
-    ids=lambda page: page.stem,
-)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: page.stem)
 def test_every_block_says_what_it_is_and_every_command_is_one(page):
-    """Python is run, text is output; of commands, that their verbs, options, targets and modules
-    are there.
+    """Python is run, text is output. The programs and options of shell commands exist, and so do
+    the modules that the text names.
     """
-    makefile = (DOCS.parent / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
     for language, block in re.findall(
         r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE
     ):
@@ -74,11 +75,11 @@ def test_every_block_says_what_it_is_and_every_command_is_one(page):
             words = shlex.split(line, comments=True)
             if words[:1] == ["make"]:
                 assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), line
-            elif "retrograd" in words and words[0] != "pip":
-                parser().parse_args(words[words.index("retrograd") + 1 :])
-            elif words:
-                assert words[0] == "pip", line
-    for module in re.findall(r"`python -m (benchmarks\.\w+|compatibility)", page.read_text()):
+            elif words and words[0] != "pip":
+                program = next(word for word in words if word in PARSERS)
+                PARSERS[program]().parse_args(words[words.index(program) + 1 :])
+    modules = r"`python -m\s(benchmarks(?:\.\w+)?|compatibility|speedrun)\b"
+    for module in re.findall(modules, page.read_text()):
         assert importlib.util.find_spec(module), module
 
 
@@ -111,7 +112,7 @@ def test_each_option_of_the_command_line_is_documented(capsys, monkeypatch):
 
     def told(*arguments):
         with pytest.raises(SystemExit):
-            main([*arguments, "--help"])
+            cli.main([*arguments, "--help"])
         return capsys.readouterr().out
 
     page = "".join((DOCS / "api" / "cli.md").read_text().split())
@@ -138,6 +139,6 @@ def test_the_site_builds_without_a_warning(tmp_path):
         "--site-dir",
         str(tmp_path / "site"),
     ]
-    done = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ReversibleSequence" in (tmp_path / "site" / "api" / "stacks" / "index.html").read_text()

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import retrograd as rg
-from retrograd.bench.cases import Attention, FeedForward
-from retrograd.core import waypoints
+from benchmarks.cases import Attention, FeedForward
+from retrograd.core.guards import drift
 from retrograd.core.walk import Walk
 
 
@@ -231,23 +231,23 @@ def test_subclasses_of_tensor_are_sampled_like_tensors():
         pass
 
     x = torch.randn(3, 7)
-    assert waypoints.sample(x.as_subclass(Named)) == waypoints.sample(x)
+    assert drift.sample(x.as_subclass(Named)) == drift.sample(x)
 
 
 def test_the_guard_sees_little_and_costs_little():
     """Sixteen elements at eight places, whatever the depth and size."""
     stack = transformer(100)
     y = stack(torch.randn(2, 64, 16))
-    assert len(range(0, 200, 25)) == waypoints.PLACES
+    assert len(range(0, 200, 25)) == drift.PLACES
     del y
-    assert len(waypoints.sample(torch.randn(64, 64))) == 16
-    assert len(waypoints.sample(torch.randn(2, 3))) == 6
-    assert waypoints.sample(torch.ones(3, dtype=torch.int64)) is None
+    assert len(drift.sample(torch.randn(64, 64))) == 16
+    assert len(drift.sample(torch.randn(2, 3))) == 6
+    assert drift.sample(torch.ones(3, dtype=torch.int64)) is None
 
 
 def test_samples_are_the_same_whatever_the_strides():
     x = torch.randn(6, 10, 4)
-    assert waypoints.sample(x) == waypoints.sample(x.transpose(0, 2).contiguous().transpose(0, 2))
+    assert drift.sample(x) == drift.sample(x.transpose(0, 2).contiguous().transpose(0, 2))
 
 
 def test_streams_of_zeros_that_come_back_otherwise():

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import retrograd as rg
-from retrograd.bench.cases import Attention
+from benchmarks.cases import Attention
 from retrograd.core.exact import Precision
 from tests import processes, test_compat_parity, zoo
 

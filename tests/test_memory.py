@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import retrograd as rg
-from retrograd.core import memory, walk
+from retrograd.core import memory, tensors, walk
 from retrograd.measure import LiveBytes
 from tests import zoo
 
@@ -169,17 +169,17 @@ def test_streams_that_the_caller_holds_are_not_overwritten():
 
 def test_undone_in_place_only_where_no_one_else_sees_it():
     tensor = torch.zeros(3)
-    assert walk.is_unshared(tensor)
+    assert tensors.is_unshared(tensor)
     view = tensor[:1]
-    assert not walk.is_unshared(tensor)
-    assert not walk.is_unshared(view)
+    assert not tensors.is_unshared(tensor)
+    assert not tensors.is_unshared(view)
     del view
-    assert walk.is_unshared(tensor)
+    assert tensors.is_unshared(tensor)
     w = torch.ones(3, requires_grad=True)
     saved = w * tensor.detach()  # autograd saves an alias, as it does in a recompute
-    assert not walk.is_unshared(tensor)
+    assert not tensors.is_unshared(tensor)
     del saved
-    assert walk.is_unshared(tensor)
+    assert tensors.is_unshared(tensor)
 
 
 # --- the plan, as data
@@ -199,15 +199,15 @@ def test_undone_in_place_only_where_no_one_else_sees_it():
     ],
 )
 def test_the_last_block_is_found(targets, plan, sample):
-    found = rg.Reverse().plan(list(targets))
-    assert (found.spare, found.kept) == plan
+    found = rg.Reverse().plan(rg.Call(targets))
+    assert (found.keep_if_free_from, found.keep_from) == plan
     assert list(found.sample) == sample
 
 
 def test_the_last_block_is_kept_only_if_gradients_to_come_outweigh_it():
-    assert memory.is_spare([5, 7], 5)
-    assert not memory.is_spare([5, 7], 4)
-    assert not memory.is_spare([], 100)
+    assert memory.is_free([5, 7], 5)
+    assert not memory.is_free([5, 7], 4)
+    assert not memory.is_free([], 100)
     calls = []
 
     class Counted(nn.Linear):

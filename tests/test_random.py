@@ -7,7 +7,10 @@ import torch
 from torch import nn
 
 import retrograd as rg
-from retrograd.core import replay, walk
+from retrograd.core import walk
+from retrograd.core.guard import Undo
+from retrograd.core.guards.autocast import Autocast
+from retrograd.core.guards.random_state import RandomState, generators_for
 from tests import zoo
 
 
@@ -74,7 +77,12 @@ def test_states_are_kept_only_once_for_updates_that_do_not_draw(monkeypatch):
         monkeypatch.setattr(walk.Walk, "begin_at", begin_at)
         stack(x)
         monkeypatch.undo()
-        assert len({id(record.random) for record in walks[0].records}) == kept
+        (note,) = [
+            before.__self__
+            for before in walks[0].guards.before_recompute
+            if isinstance(before.__self__, RandomState)
+        ]
+        assert len({id(states) for states in note.states}) == kept
 
 
 def test_every_device_that_holds_a_stream_is_replayed(monkeypatch):
@@ -96,16 +104,14 @@ def test_every_device_that_holds_a_stream_is_replayed(monkeypatch):
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
 
-    class Tensor:
-        pass
-
-    on_device = Tensor()
-    on_device.device = device
-    scene = replay.Scene(replay.Structure([()]), [on_device], [])
-    then = scene.random_states()
+    guard, undo = RandomState(generators_for({device}, [])), Undo()
+    guard.before_function(None)
     states.append(states[0] + 1)  # the function draws
-    with scene.put_back(scene.casts[0], then, []):
-        assert torch.equal(states[-1], torch.arange(16, dtype=torch.uint8))
+    guard.at_cut({})
+    assert guard.before_backward()
+    guard.before_recompute(0, undo)
+    assert torch.equal(states[-1], torch.arange(16, dtype=torch.uint8))
+    undo.run()
     assert torch.equal(states[-1], states[0] + 1)
     assert {where for _, where in calls} == {device}
-    assert "cuda" in scene.kinds
+    assert "cuda" in Autocast({device}).kinds

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import retrograd as rg
-from retrograd.bench.cases import Attention, FeedForward
+from benchmarks.cases import Attention, FeedForward
 from tests import zoo
 
 MODES = ["reverse", "reverse-all"]

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 import retrograd as rg
-from retrograd.core import replay, updates, walk
+from retrograd.core import saved, updates, walk
+from retrograd.core.guards.buffers import Buffers
+from retrograd.core.guards.modules import ModuleState
+from retrograd.core.guards.random_state import RandomState
 from tests import (
     test_buffers,
     test_gradients,
@@ -38,38 +41,38 @@ def test_an_inverse_off_by_a_billionth(monkeypatch):
 
 
 def test_randomness_that_is_not_replayed(monkeypatch):
-    monkeypatch.setattr(replay.Scene, "set_random_states", lambda self, states: None)
+    monkeypatch.setattr(RandomState, "restore", lambda self, states: None)
     with pytest.raises(CAUGHT):
         test_random.test_dropout_replays_and_the_generator_is_left_where_plain_leaves_it(CASE)
 
 
 def test_training_flags_that_are_not_replayed(monkeypatch):
-    original = replay.Scene.__init__
+    original = ModuleState.__init__
 
     def forgetful(self, *args):
         original(self, *args)
         self.training = [False] * len(self.training)
 
-    monkeypatch.setattr(replay.Scene, "__init__", forgetful)
+    monkeypatch.setattr(ModuleState, "__init__", forgetful)
     with pytest.raises(CAUGHT):
         test_independent_calls.test_backwards_in_any_order(CASE, (0, 1, 2))
 
 
 def test_buffers_that_are_not_replayed(monkeypatch):
-    monkeypatch.setattr(replay.Scene, "changes", lambda self, cast, seen: ([], True))
+    monkeypatch.setattr(Buffers, "before_recompute", lambda self, index, undo: None)
     with pytest.raises(CAUGHT):
         test_buffers.test_buffers_are_updated_once_and_replayed("counter", "reverse-all", False)
 
 
 def test_activations_that_are_not_dropped(monkeypatch):
     leak = []
-    original = walk.Frame.pack
+    original = saved.ForwardHooks.pack
 
     def pack(self, tensor):
         leak.append(tensor.detach())
         return original(self, tensor)
 
-    monkeypatch.setattr(walk.Frame, "pack", pack)
+    monkeypatch.setattr(saved.ForwardHooks, "pack", pack)
     with pytest.raises(AssertionError):
         test_memory.test_flat_in_depth({})
 

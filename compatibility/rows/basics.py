@@ -1,4 +1,4 @@
-"""No tool at all: what training itself asks for."""
+"""Training without any tool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def drop(scene: Scene) -> Any:
 
 
 class Normalized(Layer):
-    """With statistics that forward updates."""
+    """A layer with running statistics, which forward updates."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(dropout)
@@ -66,12 +66,10 @@ def retained(scene: Scene) -> Any:
 def second_order(scene: Scene) -> Any:
     """A penalty on the gradient of the stack's input."""
     model = Model(scene.contestant)
-    x = torch.randn(
-        2, 5, 2 * WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    ).requires_grad_()
-    (gradient,) = torch.autograd.grad(
-        model.head(model.stack(x * 1.0)).sin().sum(), x, create_graph=True
-    )
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 5, 2 * WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+    loss = model.head(model.stack(x * 1.0)).sin().sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     gradient.square().sum().backward()
     return networks.gradients(model)
 
@@ -98,6 +96,5 @@ for title, run in {
     "double backward": second_order,
     "another forward, in `eval()`, before backward": two_forwards,
 }.items():
-    ROWS.add(
-        title, run, run, limit=4 * torch.finfo(torch.bfloat16).eps if run is autocast else 1e-9
-    )
+    limit = 4 * torch.finfo(torch.bfloat16).eps if run is autocast else 1e-9
+    ROWS.add(title, run, run, limit=limit)

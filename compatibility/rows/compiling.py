@@ -1,5 +1,6 @@
-"""torch.compile: of f and g, of the stack, of the model. By aot_eager, which traces as inductor
-does.
+"""torch.compile of f and g, of the stack and of the model.
+
+The backend is aot_eager, which traces as inductor does.
 """
 
 from __future__ import annotations
@@ -66,15 +67,12 @@ def drop(way: Way, scene: Scene) -> Any:
 
 def autocast(way: Way, scene: Scene) -> Any:
     model = Model(scene.contestant, dtype=torch.float32)
-    return networks.autocast_step(
-        way(model, "aot_eager") if scene.contestant != "plain" else model, model
-    )
+    compiled = way(model, "aot_eager") if scene.contestant != "plain" else model
+    return networks.autocast_step(compiled, model)
 
 
 def recompilations(way: Way, scene: Scene) -> Any:
-    """How many graphs are compiled after the first forward: in its backward, or in the steps after
-    it.
-    """
+    """How many graphs are compiled after the first forward, in its backward or in later steps."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = way(Model(scene.contestant), counter)
     counts = []
@@ -94,7 +92,8 @@ def compiled_once(scene: Scene) -> Any:
 
 def whole_step(scene: Scene) -> Any:
     """A compiled function that calls backward."""
-    model, found = Model(scene.contestant), {}
+    model = Model(scene.contestant)
+    found = {}
     step = torch.compile(lambda step: networks.loss(model, step).backward(), backend="aot_eager")
     for i in range(STEPS):
         step(i)
@@ -103,9 +102,7 @@ def whole_step(scene: Scene) -> Any:
 
 
 def compiled_autograd(scene: Scene) -> Any:
-    """What backward does is traced as well. A stack of one block, because that takes seconds for
-    each.
-    """
+    """Backward is traced, too. The stack has one block, because each takes seconds."""
     torch.manual_seed(17)
     functions = [Layer().double() for _ in range(2)]
     stack = networks.build(scene.contestant, functions)  # type: ignore[arg-type]
@@ -114,9 +111,12 @@ def compiled_autograd(scene: Scene) -> Any:
     def step() -> None:
         stack(x * 1.0).sin().sum().backward()
 
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        (step if scene.contestant == "plain" else torch.compile(step, backend="aot_eager"))()
-    assert scene.contestant == "plain" or counters["compiled_autograd"]["captures"]
+    if scene.contestant == "plain":
+        step()
+    else:
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            torch.compile(step, backend="aot_eager")()
+        assert counters["compiled_autograd"]["captures"]
     return [x.grad, *(p.grad for fn in functions for p in fn.parameters())]
 
 

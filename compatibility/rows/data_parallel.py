@@ -1,5 +1,6 @@
-"""DistributedDataParallel, two processes: every rank has the gradients that one process has for the
-whole batch.
+"""DistributedDataParallel in two processes.
+
+Every rank must have the gradients that one process has for the whole batch.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from compatibility.networks import Layer, Model
 from compatibility.verdict import Rows, Scene
 
 ROWS = Rows("DDP")
-STEPS = 3  # DDP lays out its buckets anew after the first, and takes down a static graph in it
+STEPS = 3  # DDP rebuilds its buckets after the first, and records a static graph in it
 
 
 class Spare(Layer):
-    """One of its parameters never gets a gradient."""
+    """A layer with a parameter that never gets a gradient."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(dropout)
@@ -30,8 +31,9 @@ class Spare(Layer):
 
 
 class Synchronized(Layer):
-    """Centred by the mean over all processes, of which it keeps a running average, as SyncBatchNorm
-    does on GPUs.
+    """A layer that subtracts the mean over all processes and keeps a running average of it.
+
+    SyncBatchNorm does so on GPUs.
     """
 
     average: Tensor
@@ -115,9 +117,8 @@ def state_of(model: Model) -> dict[str, Any]:
 
 def synchronize(scene: Scene) -> Any:
     model = Model(scene.contestant, layer=Synchronized)
-    return networks.steps(DistributedDataParallel(model), model, STEPS, scene.rank) | state_of(
-        model
-    )
+    found = networks.steps(DistributedDataParallel(model), model, STEPS, scene.rank)
+    return found | state_of(model)
 
 
 def synchronized(scene: Scene) -> Any:
@@ -141,15 +142,15 @@ def seeded(model: nn.Module, inner: Model, rank: int) -> dict[str, Tensor | None
 
 def drop(scene: Scene) -> Any:
     inner = Model(scene.contestant, dropout=0.5)
-    return seeded(DistributedDataParallel(inner), inner, scene.rank) | {
-        "random state": torch.get_rng_state()
-    }
+    found = seeded(DistributedDataParallel(inner), inner, scene.rank)
+    return found | {"random state": torch.get_rng_state()}
 
 
 def dropped(scene: Scene) -> Any:
-    """What each rank has alone, averaged; and where this rank's generator ends."""
+    """The mean of both ranks' gradients, and this rank's random state afterwards."""
     inner = Model("plain", dropout=0.5)
-    other, own = (seeded(inner, inner, rank) for rank in (1 - scene.rank, scene.rank))
+    other = seeded(inner, inner, 1 - scene.rank)
+    own = seeded(inner, inner, scene.rank)
     mean = {name: (own[name] + other[name]) / 2 for name in own}  # type: ignore[operator]
     return mean | {"random state": torch.get_rng_state()}
 

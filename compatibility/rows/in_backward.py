@@ -1,5 +1,6 @@
-"""The optimizer inside backward: each parameter steps as soon as its gradient is there, and the
-gradient is dropped.
+"""The optimizer inside backward.
+
+Each parameter is updated as soon as its gradient exists, and the gradient is freed.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.cases import CONTESTANTS, Size, pairs
 from compatibility import networks
 from compatibility.networks import Model
 from compatibility.verdict import Noted, Rows, Scene
-from retrograd.bench.cases import CONTESTANTS, Size, pairs
 from retrograd.measure import LiveBytes
 
 ROWS = Rows("Optimizer in backward")
@@ -21,8 +22,9 @@ STEPS = 3
 
 
 def step_in_backward(model: nn.Module) -> list[int]:
-    """From now on parameters step in backward. Gives the bytes of gradients alive whenever one
-    arrives.
+    """Register hooks that update parameters in backward.
+
+    Returns a list that gets, for each gradient that arrives, the bytes of all gradients alive.
     """
     optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
     alive: list[int] = []
@@ -59,9 +61,8 @@ def afterwards(scene: Scene) -> Any:
 
 ROWS.add("`register_post_accumulate_grad_hook`", inside, afterwards)
 
-SIZE = Size(
-    "wide", blocks=8, width=64, batch=1, tokens=16
-)  # more bytes in weights than in activations
+# More bytes in weights than in activations.
+SIZE = Size("wide", blocks=8, width=64, batch=1, tokens=16)
 
 
 def peaks(contestant: str) -> str:
@@ -70,18 +71,18 @@ def peaks(contestant: str) -> str:
     every = sum(p.nbytes for pair in pairs(SIZE) for fn in pair for p in fn.parameters())
     return (
         f"a step of {SIZE.blocks} transformer blocks, gradients and activations together: "
-        f"{after // 1024:,} KiB with the "
-        f"optimizer after backward, {within // 1024:,} KiB with it inside; gradients alive at "
-        f"once: {alive // 1024:,} of "
-        f"{every // 1024:,} KiB"
+        f"{after // 1024:,} KiB with the optimizer after backward, {within // 1024:,} KiB with it "
+        f"inside; gradients alive at once: {alive // 1024:,} of {every // 1024:,} KiB"
     )
 
 
 def peak(contestant: str, in_backward: bool) -> tuple[int, int]:
-    """The most bytes alive at once in the second step (what the first left stays), and those of
-    gradients.
+    """The peak of live bytes in the second step, and the peak of bytes of gradients.
+
+    What the first step leaves, such as the optimizer's state, is not counted.
     """
-    network, live = CONTESTANTS[contestant](pairs(SIZE)), LiveBytes()
+    network = CONTESTANTS[contestant](pairs(SIZE))
+    live = LiveBytes()
     alive = step_in_backward(network) if in_backward else [0]
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     x = torch.randn(SIZE.batch, SIZE.tokens, 2 * SIZE.width, requires_grad=True)

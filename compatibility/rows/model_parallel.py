@@ -25,7 +25,7 @@ ROWS = Rows("Tensor parallel and pipelines")
 
 
 def split_layers(scene: Scene) -> Any:
-    """Each process has half of the hidden units of f and g, and sees the whole batch."""
+    """Each process has half of the hidden units of f and g, and runs the whole batch."""
     model = Model(scene.contestant)
     mesh = init_device_mesh("cpu", (2,))
     for function in model.functions:
@@ -48,7 +48,8 @@ class Start(nn.Module):
 
     def __init__(self, model: Model, stack: nn.Module) -> None:
         super().__init__()
-        self.embedding, self.stack = model.embedding, stack
+        self.embedding = model.embedding
+        self.stack = stack
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.stack(self.embedding(tokens))
@@ -59,19 +60,18 @@ class End(nn.Module):
 
     def __init__(self, model: Model, stack: nn.Module) -> None:
         super().__init__()
-        self.stack, self.head = stack, model.head
+        self.stack = stack
+        self.head = model.head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.stack(x))
 
 
 def stages(schedule: Any, scene: Scene) -> Any:
-    """Two stacks of half the depth: what passes from one to the other are both streams."""
+    """Two stacks of half the depth; both streams pass from one to the other."""
     model = Model(scene.contestant)
-    first, second = (
-        networks.build(scene.contestant, half)
-        for half in (model.functions[:DEPTH], model.functions[DEPTH:])
-    )
+    first = networks.build(scene.contestant, model.functions[:DEPTH])
+    second = networks.build(scene.contestant, model.functions[DEPTH:])
     module = Start(model, first) if scene.rank == 0 else End(model, second)
     run_schedule(schedule, PipelineStage(module, scene.rank, 2, torch.device("cpu")), scene.rank)
     return {name: p.grad for name, p in own_part(model, scene.rank).items()}
@@ -84,7 +84,7 @@ def run_schedule(schedule: Any, stage: Any, rank: int) -> None:
 
 
 def own_part(model: Model, rank: int) -> dict[str, nn.Parameter]:
-    """The parameters that a process has."""
+    """The parameters of one process."""
     parts = (*model.functions[DEPTH * rank :][:DEPTH], model.head if rank else model.embedding)
     ours = {id(p) for part in parts for p in part.parameters()}
     return {name: p for name, p in model.named() if id(p) in ours}
@@ -111,7 +111,7 @@ ROWS.add(
 
 
 def traced(scene: Scene) -> Any:
-    """Cut by torch, which exports the model for that."""
+    """torch cuts the model, which it exports for that."""
     model = Model(scene.contestant)
     middle = blocks_of(model.stack)[len(blocks_of(model.stack)) // 2]
     block = next(name for name, part in model.named_modules() if part is middle)

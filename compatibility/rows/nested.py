@@ -1,5 +1,5 @@
-"""Checkpoints inside and around, stacks inside stacks, and everything that watches: offloading,
-counters, profilers, hooks.
+"""Checkpoints inside and around a stack, stacks inside stacks, offloading, counters, profilers and
+hooks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Inner(nn.Module):
 
     def __init__(self, contestant: str, dropout: float = 0.0) -> None:
         super().__init__()
-        self.widen, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.widen = nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = nn.Linear(2 * WIDTH, WIDTH)
         self.stack = build(contestant, [Layer(dropout) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,12 +84,12 @@ ROWS.add("selective checkpointing inside f and g", functools.partial(with_layer,
 
 def around_stack(scene: Scene, **options: Any) -> Any:
     model = Model(scene.contestant)
-    return two_steps(
-        model,
-        lambda tokens: model.head(
-            checkpoint(model.stack, model.embedding(tokens), use_reentrant=False, **options)
-        ),
-    )
+
+    def run(tokens: Tensor) -> Tensor:
+        x = model.embedding(tokens)
+        return model.head(checkpoint(model.stack, x, use_reentrant=False, **options))
+
+    return two_steps(model, run)
 
 
 ROWS.add("`torch.utils.checkpoint` around the stack", around_stack, plain)
@@ -121,7 +122,7 @@ ROWS.add("anomaly mode", functools.partial(inside, torch.autograd.detect_anomaly
 
 
 def flops(scene: Scene) -> Any:
-    """It must see backward's products too: twice forward's, and whatever is recomputed."""
+    """The counter must also count the products of backward and of recompute."""
     counter = FlopCounterMode(display=False)
     found = two_steps(Model(scene.contestant), around=lambda: counter)
     return found | {"all of the step was seen": counter.get_total_flops() >= counted()}
@@ -143,13 +144,11 @@ ROWS.add("`FlopCounterMode`", flops, flops_of_plain)
 
 
 def profiled(scene: Scene) -> Any:
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         found = two_steps(Model(scene.contestant))
-    return found | {
-        "layers seen": any(event.key == "aten::addmm" for event in profile.key_averages())
-    }
+    names = {event.key for event in profile.key_averages()}
+    return found | {"layers seen": "aten::addmm" in names}
 
 
 ROWS.add("the profiler", profiled, profiled)
@@ -163,7 +162,7 @@ def doubled(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def forward_hooks(scene: Scene) -> Any:
-    """Hooks that change what f reads and what g returns: in recompute as in forward."""
+    """Hooks that change the input of f and the output of g. They must run in recompute, too."""
     model = Model(scene.contestant)
     for i, function in enumerate(model.functions):
         if i % 2:
@@ -174,8 +173,9 @@ def forward_hooks(scene: Scene) -> Any:
 
 
 def backward_hooks(scene: Scene) -> Any:
-    """What full backward hooks on f and g see, and how often; one of them changes it."""
-    model, seen = Model(scene.contestant), {}
+    """The gradients that full backward hooks on f and g see; one of the hooks changes them."""
+    model = Model(scene.contestant)
+    seen = {}
     for i, function in enumerate(model.functions):
 
         def look(module: nn.Module, inputs: Any, outputs: Any, i: int = i) -> Any:
@@ -187,10 +187,9 @@ def backward_hooks(scene: Scene) -> Any:
 
 
 def gradient_hooks(scene: Scene) -> Any:
-    """Hooks on parameters fire once a backward, with the whole gradient, although weights are
-    shared.
-    """
-    model, seen = Model(scene.contestant, shared=True), {}
+    """Hooks on shared parameters run once per backward, with the whole gradient."""
+    model = Model(scene.contestant, shared=True)
+    seen = {}
     for name, parameter in model.named():
         parameter.register_hook(
             lambda grad, name=name: seen.setdefault(name, []).append(grad.clone())
@@ -203,7 +202,8 @@ def gradient_hooks(scene: Scene) -> Any:
 
 def module_hooks(scene: Scene) -> Any:
     """Hooks on the stack itself."""
-    model, seen = Model(scene.contestant), []
+    model = Model(scene.contestant)
+    seen = []
     model.stack.register_forward_hook(doubled)
     model.stack.register_full_backward_pre_hook(lambda module, grads: seen.append(grads[0].clone()))
     return two_steps(model) | {"seen by hooks": seen}

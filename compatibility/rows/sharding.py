@@ -1,5 +1,6 @@
-"""FSDP2 and distributed checkpoints: the gradients and parameters of one process, whatever is
-sharded.
+"""FSDP2 and distributed checkpoints.
+
+Gradients and parameters must be those of one process, whichever modules are sharded.
 """
 
 from __future__ import annotations
@@ -33,9 +34,7 @@ def shard(modules: list[nn.Module], **options: Any) -> None:
 
 
 def average(model: nn.Module) -> None:
-    """Average what FSDP does not: the gradients of parameters outside the modules that it was
-    applied to.
-    """
+    """Average the gradients of parameters outside the sharded modules, as FSDP does inside."""
     for parameter in model.parameters():
         if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
             dist.all_reduce(parameter.grad)
@@ -78,9 +77,8 @@ def alone(scene: Scene) -> Any:
     return train_steps(model, optimizer_of(model), range(STEPS))
 
 
-PLACES: dict[
-    str, tuple[Callable[[Model], list[nn.Module]], dict[str, Any]]
-] = {  # inner modules first, as fully_shard wants them
+# Which modules are sharded, inner ones first, and the options of `fully_shard`.
+PLACES: dict[str, tuple[Callable[[Model], list[nn.Module]], dict[str, Any]]] = {
     "on f and g": (lambda model: [*model.functions], {}),
     "on each block": (lambda model: blocks_of(model.stack), {}),
     "on the stack": (lambda model: [model.stack], {}),
@@ -119,7 +117,7 @@ def in_full(scene: Scene) -> Any:
     return networks.steps(Model("plain", dtype=torch.float32))["step 1"]
 
 
-# Rounding to bfloat16 is the point, so the limit is a few of its steps.
+# f and g round to bfloat16, so the limit is a few of its rounding steps.
 EPS = torch.finfo(torch.bfloat16).eps
 for place in ("on f and g", "on each block and the root"):
     ROWS.add(
@@ -131,7 +129,7 @@ for place in ("on f and g", "on each block and the root"):
     )
 
 
-# --- checkpoints: two steps, saved, two more steps by someone else
+# --- checkpoints: two steps, saved; loaded by other processes, two more steps
 
 
 def prepared(scene: Scene) -> tuple[Model, torch.optim.Optimizer, int | None]:

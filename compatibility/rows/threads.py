@@ -1,7 +1,8 @@
-"""Threads and forks: autograd and the data loader use both, and so do users."""
+"""Threads and forked processes, which autograd, the data loader and users use."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,7 +25,8 @@ def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
 
 
 def backward_elsewhere(scene: Scene) -> Any:
-    model, found = Model(scene.contestant), {}
+    model = Model(scene.contestant)
+    found = {}
     for step in range(STEPS):
         value = networks.loss(model, step)
         in_threads(value.backward)
@@ -38,11 +40,8 @@ def here(scene: Scene) -> Any:
 
 def two_stacks(scene: Scene) -> Any:
     models = [Model(scene.contestant) for _ in range(2)]
-    return dict(
-        enumerate(
-            in_threads(*(lambda model=model: networks.steps(model, count=20) for model in models))
-        )
-    )
+    jobs = [functools.partial(networks.steps, model, count=20) for model in models]
+    return dict(enumerate(in_threads(*jobs)))
 
 
 def twice(scene: Scene) -> Any:
@@ -74,7 +73,7 @@ ROWS.add("one stack in two threads at once", one_stack, one_after_another)
 
 
 class Batches(Dataset[Any]):
-    """Batches by their step; with a model, each sample comes with what it gives: it runs in the
+    """A batch for each step. With a model, its output is added to the targets: it runs in the
     worker, after a fork.
     """
 
@@ -110,7 +109,7 @@ def workers(scene: Scene) -> Any:
 
 
 def forked(scene: Scene) -> Any:
-    """And the workers run a stack themselves."""
+    """The workers run a stack, too."""
     model = Model(scene.contestant)
     networks.steps(model)
     return loaded(

@@ -1,5 +1,6 @@
-"""Whole trainers: they end with the parameters of a loop written by hand. Two processes as torchrun
-starts them.
+"""Whole trainers, which must end with the parameters of a loop written by hand.
+
+Two processes get the environment variables that torchrun sets.
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ EPOCHS, RATE = 3, 0.1
 
 
 class Samples(Dataset[Any]):
-    """As many samples as one step of all processes takes: so each epoch is a step, and the order
-    does not matter.
-    """
+    """One batch. Each epoch is one step of all processes, so the order does not matter."""
 
     def __len__(self) -> int:
         return BATCH
@@ -34,7 +33,7 @@ class Samples(Dataset[Any]):
 
 
 class WithLoss(nn.Module):
-    """The model as trainers want it: a batch in, a loss out."""
+    """The model with its loss, as trainers expect it."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ def lightning(processes: int, scene: Scene) -> Any:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=RATE)
 
-    quiet = {
+    quiet: dict[str, Any] = {
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -103,7 +102,7 @@ def lightning(processes: int, scene: Scene) -> Any:
     strategy = "ddp" if processes > 1 else "auto"
     trainer = L.Trainer(
         accelerator="cpu", devices=processes, strategy=strategy, max_epochs=EPOCHS, **quiet
-    )  # type: ignore[arg-type]
+    )
     trainer.fit(Module(), DataLoader(Samples(), batch_size=BATCH // processes))
     return networks.parameters(model)
 
@@ -144,7 +143,7 @@ for title, run, package in (
 
 
 def low_rank(scene: Scene) -> Any:
-    """LoRA on a frozen model; what it trains, after three steps."""
+    """LoRA on a frozen model: the parameters that it trains, after three steps."""
     from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
 
     model = Model(scene.contestant)

@@ -1,4 +1,4 @@
-"""torch.func, export, and the ways to copy and store a model."""
+"""torch.func, export, and ways to copy and save a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COPIES = Rows("Copies")
 
 
 def common(model: Model, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By names that do not depend on the contestant."""
+    """Values by parameter, under names that do not depend on the contestant."""
     paths = {id(p): path for path, p in model.named_parameters()}
     return {name: found[paths[id(p)]] for name, p in model.named()}
 
@@ -58,7 +58,8 @@ def per_sample(scene: Scene) -> Any:
 
 
 def one_by_one(scene: Scene) -> Any:
-    model, found = Model("plain"), []
+    model = Model("plain")
+    found = []
     for tokens, targets in zip(*networks.batch()):
         nn.functional.mse_loss(model(tokens[None]), targets[None]).backward()
         found.append(networks.gradients(model))
@@ -66,12 +67,14 @@ def one_by_one(scene: Scene) -> Any:
 
 
 def forward_mode(scene: Scene) -> Any:
-    model, x = Model(scene.contestant), stack_input()
+    model = Model(scene.contestant)
+    x = stack_input()
     return dict(zip(("output", "tangent"), jvp(model.stack, (x,), (torch.ones_like(x),))))
 
 
 def by_finite_differences(scene: Scene) -> Any:
-    model, x = Model("plain"), stack_input()
+    model = Model("plain")
+    x = stack_input()
     h = 1e-5
     with torch.no_grad():
         return {
@@ -81,13 +84,12 @@ def by_finite_differences(scene: Scene) -> Any:
 
 
 def stack_input() -> Tensor:
-    return torch.randn(
-        2, 5, 2 * networks.WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, 5, 2 * networks.WIDTH, dtype=torch.float64, generator=generator)
 
 
 def called(scene: Scene) -> Any:
-    """With other parameters than its own, and an ordinary backward."""
+    """A call with other parameters than the model's own, and an ordinary backward."""
     model = Model(scene.contestant)
     parameters = {name: (p.detach() * 1.5).requires_grad_() for name, p in model.named_parameters()}
     value(model, parameters, *networks.batch()).backward()
@@ -139,7 +141,8 @@ def onnx(scene: Scene) -> Any:
     import onnxruntime  # type: ignore[import-not-found]
 
     model = Model(scene.contestant, dropout=0.3, dtype=torch.float32).eval()
-    tokens, path = networks.batch()[0], str(scene.folder / "model.onnx")
+    tokens, _ = networks.batch()
+    path = str(scene.folder / "model.onnx")
     torch.onnx.export(model, (tokens,), path, dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (output,) = session.run(None, {session.get_inputs()[0].name: tokens.numpy()})
@@ -153,7 +156,7 @@ EXPORT.add(
 )
 
 
-# --- copies: of a model that has been trained for a step, which is then trained on
+# --- copies of a model that was trained for a step; the copy is trained further
 
 
 def trained(scene: Scene, **options: Any) -> Model:
@@ -199,7 +202,7 @@ def saved_weights(scene: Scene) -> Any:
 
 
 def from_meta(scene: Scene) -> Any:
-    """Built without memory, given memory, then loaded."""
+    """Built on the meta device, moved by `to_empty`, then loaded."""
     with torch.device("meta"):
         model = Model(scene.contestant)
     model.to_empty(device="cpu")
@@ -208,7 +211,7 @@ def from_meta(scene: Scene) -> Any:
 
 
 def assigned(scene: Scene) -> Any:
-    """Built without memory; the loaded tensors become its parameters."""
+    """Built on the meta device; the loaded tensors become its parameters."""
     with torch.device("meta"):
         model = Model(scene.contestant)
     model.load_state_dict(trained(scene).state_dict(), assign=True)

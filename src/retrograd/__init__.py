@@ -5,7 +5,7 @@ from retrograd.sequence import ReversibleSequence as ReversibleSequence
 from retrograd.core.streams import Duplicate as Duplicate, Split as Split, AtRest as AtRest
 
 # the general case: a program of updates over named streams
-from retrograd.sequence import Reversible as Reversible, Update as Update
+from retrograd.reversible import Reversible as Reversible, Update as Update
 from retrograd.core.updates import WithAux as WithAux
 
 # how a function's output enters its target
@@ -18,6 +18,12 @@ from retrograd.core.updates import (
 
 # what is kept and what is rebuilt
 from retrograd.core.memory import Reverse as Reverse, Keep as Keep, Anchor as Anchor
+from retrograd.core.memory import (
+    MemoryMode as MemoryMode,
+    Call as Call,
+    Plan as Plan,
+    Choice as Choice,
+)
 from retrograd.budget import Budget as Budget, BudgetError as BudgetError
 from retrograd.stepplan import StepPlan as StepPlan
 
@@ -26,7 +32,7 @@ from retrograd.core.exact import Grid as Grid
 
 # inside a function
 from retrograd.chunked import Chunked as Chunked
-from retrograd.core.replay import is_recomputing as is_recomputing
+from retrograd.core.walk import is_recomputing as is_recomputing
 
 # what can go wrong
 from retrograd.core.errors import (

@@ -1,5 +1,5 @@
-"""`Chunked`: a token-wise function in pieces, so that what it has inside is never there for all
-tokens at once.
+"""`Chunked`: runs a token-wise function in pieces, so that its intermediate tensors never exist for
+all tokens at once.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Chunked(nn.Module):
-    """`fn`, run on `chunks` pieces of its input along `dim`, one after the other. For functions
-    that treat each position alone.
+    """Runs `fn` on `chunks` pieces of its input along `dim`, one after the other. For functions
+    that treat each position by itself.
 
-    The result is that of `fn` (up to how matrix products round for other shapes). What `fn` makes
-    inside, four times the width in a feed-forward function, exists for one piece at a time: in
-    forward, in recompute, and in backward, where each piece is run once more just before its
-    gradient is taken. That is its price: in a reversible stack `fn` runs three times a step, not
-    two.
+    The result is that of `fn`, up to the rounding of matrix products of other shapes. The
+    intermediate tensors of `fn` (four times the width in a feed-forward function) exist for one
+    piece at a time: in forward, in recompute, and in backward, which runs each piece once more
+    just before it takes its gradient. That is the price: in a reversible stack `fn` runs three
+    times a step, not two.
 
     Args:
-        fn: a module or callable of one tensor; keyword arguments go to every piece whole.
+        fn: a module or callable of one tensor. Every piece gets all keyword arguments uncut.
         chunks: how many pieces. The last may be smaller; a short input may give fewer.
-        dim: along which they are cut. 1 is tokens in `(batch, tokens, channels)`.
+        dim: the dimension that is cut: 1 for the tokens of `(batch, tokens, channels)`.
 
     Example:
         >>> from torch.nn import GELU, Linear, Sequential
@@ -60,9 +60,7 @@ class Chunked(nn.Module):
         pieces = x.chunk(self.chunks, self.dim)
         if not torch.is_grad_enabled() or len(pieces) == 1:
             return torch.cat([self.fn(piece, **kwargs) for piece in pieces], self.dim)
-        # `use_reentrant=False` remembers its inputs through autograd, so a stack around it drops
-        # and rebuilds them like all else.
-        return torch.cat(
-            [checkpoint(self.fn, piece, use_reentrant=False, **kwargs) for piece in pieces],
-            self.dim,
-        )
+        # `use_reentrant=False` saves its inputs through autograd, so a stack around it drops and
+        # rebuilds them like all other saved tensors.
+        results = [checkpoint(self.fn, piece, use_reentrant=False, **kwargs) for piece in pieces]
+        return torch.cat(results, self.dim)

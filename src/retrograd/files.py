@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all."""
+"""Writing a file so that it is there as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Aside, and then renamed: whoever is interrupted leaves what was there before."""
+    """Write beside the file, then rename: an interrupted write leaves the old file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".part")
-    aside.write_text(text)
-    aside.replace(path)
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)

@@ -1,7 +1,7 @@
 """Which keyword argument of a call goes to which function.
 
-By the function's signature, unless a route says otherwise. An argument that no function takes is an
-error, never ignored.
+Arguments go by the function's signature, unless a route says otherwise. An argument that no
+function accepts raises `TypeError`.
 """
 
 from __future__ import annotations
@@ -9,124 +9,110 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
+Function = Callable[..., Any]
 Route = Mapping[str, "str | Sequence[str]"] | Sequence[Mapping[str, str]]
 
 
-def accepted(fn: Callable[..., Any], reads: int) -> tuple[frozenset[str], bool]:
-    """The keyword arguments that `fn` takes besides its first `reads` positional ones; and whether
-    it takes any at all.
-    """
+class Accepted(NamedTuple):
+    """The keyword arguments that a function accepts: these names, or any (`**kwargs`)."""
+
+    names: frozenset[str]
+    any_name: bool
+
+
+class Step(Protocol):
+    """What `check_all_taken` needs of an update."""
+
+    @property
+    def fn(self) -> Function: ...
+    @property
+    def reads(self) -> Sequence[str]: ...
+
+
+def accepted(fn: Function, reads: int) -> Accepted:
+    """The keyword arguments that `fn` accepts besides its first `reads` positional ones."""
     while hasattr(fn, "_orig_mod"):  # torch.compile's wrapper has a signature of its own
         fn = fn._orig_mod  # type: ignore[attr-defined]
     if isinstance(fn, nn.Module):
         fn = fn.forward
-    # A bound method is made anew on each access; the function behind it is not, and `self` is one
-    # more positional argument.
-    method = getattr(fn, "__func__", None)
-    return _accepted(fn, reads) if method is None else _accepted(method, reads + 1)
+    # A bound method is a new object on each access, so its function is the cache key. The
+    # function has one more positional argument, `self`.
+    function = getattr(fn, "__func__", None)
+    if function is None:
+        return _cached(fn, reads)
+    return _cached(function, reads + 1)
 
 
-# By function, weakly: a closure may hold a whole model.
-_known: weakref.WeakKeyDictionary[Any, dict[int, tuple[frozenset[str], bool]]] = (
-    weakref.WeakKeyDictionary()
-)
+# Keys are weak references, because a closure may hold a whole model.
+_cache: weakref.WeakKeyDictionary[Function, dict[int, Accepted]] = weakref.WeakKeyDictionary()
 
 
-def _accepted(fn: Callable[..., Any], reads: int) -> tuple[frozenset[str], bool]:
+def _cached(fn: Function, reads: int) -> Accepted:
     try:
-        known = _known.setdefault(fn, {})
-    except TypeError:  # cannot be hashed, or not weakly
-        known = {}
-    if reads not in known:
-        known[reads] = _inspected(fn, reads)
-    return known[reads]
+        by_reads = _cache.setdefault(fn, {})
+    except TypeError:  # `fn` cannot be hashed, or has no weak references
+        by_reads = {}
+    if reads not in by_reads:
+        by_reads[reads] = _inspect(fn, reads)
+    return by_reads[reads]
 
 
-def _inspected(fn: Callable[..., Any], reads: int) -> tuple[frozenset[str], bool]:
+def _inspect(fn: Function, reads: int) -> Accepted:
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature
-        return frozenset(), False
+        return Accepted(frozenset(), False)
     positional = [
         p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return frozenset(names.difference(positional[:reads])), any(
-        p.kind is p.VAR_KEYWORD for p in parameters
-    )
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return Accepted(frozenset(names.difference(positional[:reads])), any_name)
 
 
-def by_signature(fn: Callable[..., Any], reads: int, given: Iterable[str]) -> dict[str, str]:
-    """What `fn` calls an argument → what the caller called it, for those of the `given` names that
-    it takes.
-    """
+def by_signature(fn: Function, reads: int, given: Iterable[str]) -> dict[str, str]:
+    """The arguments of the call that `fn` accepts, as a dict from its name to the caller's."""
     given = list(given)
     if not given:
         return {}
-    names, anything = accepted(fn, reads)
-    return {name: name for name in given if anything or name in names}
+    names, any_name = accepted(fn, reads)
+    return {name: name for name in given if any_name or name in names}
 
 
 def by_update(
-    route: Any, fn: Callable[..., Any], reads: int, given: Iterable[str]
+    route: Mapping[str, str] | Iterable[str] | None, fn: Function, reads: int, given: Iterable[str]
 ) -> dict[str, str]:
-    """The same for an `Update`, whose route is None, a sequence of names, or a dict of inner to
-    outer names.
-    """
+    """`by_signature` for an `Update`, whose `route` may choose and rename arguments."""
     if route is None:
         return by_signature(fn, reads, given)
-    pairs = route.items() if isinstance(route, Mapping) else ((name, name) for name in route)
+    names = route if isinstance(route, Mapping) else {name: name for name in route}
     present = set(given)
-    return {inner: outer for inner, outer in pairs if outer in present}
+    return {inner: outer for inner, outer in names.items() if outer in present}
 
 
 class PairRoute:
-    """The `route=` of a stack of `(f, g)`: a dict from argument to functions, or a list of such
-    dicts, one for each block.
+    """The `route=` of a stack of `(f, g)`: which of the two functions get an argument.
 
-    `{"mask": "f", "context": "fg"}`; a dict's value may be a list too, with an entry for each
-    block: `{"mask": ["f", ""]}`. Arguments that it does not mention go by signature.
+    A dict such as `{"mask": "f", "context": "fg"}`. A value may be a list with an entry for each
+    block, `{"mask": ["f", ""]}`. Or a list of dicts, one for each block. Arguments that it does not
+    mention go by signature.
     """
 
     def __init__(self, route: Route | None, blocks: int) -> None:
-        self.rows: list[Mapping[str, str]] | None = None
-        if route is None:
-            return
-        if isinstance(route, Mapping):
-            for name, value in route.items():
-                if not isinstance(value, str) and len(value) != blocks:
-                    raise ValueError(
-                        f"route[{name!r}] has {len(value)} entries for {blocks} blocks; give one "
-                        "for each."
-                    )
-            self.rows = [
-                {k: v if isinstance(v, str) else v[i] for k, v in route.items()}
-                for i in range(blocks)
-            ]
-        else:
-            self.rows = list(route)
-            if len(self.rows) != blocks:
-                raise ValueError(
-                    f"route has {len(self.rows)} entries for {blocks} blocks; give one for each."
-                )
-        for row in self.rows:
-            for name, functions in row.items():
-                if not isinstance(functions, str) or set(functions) - set("fg"):
-                    raise ValueError(
-                        f'route[{name!r}] is {functions!r}; write "f", "g", "fg" or "".'
-                    )
+        self.rows = None if route is None else _rows(route, blocks)
 
     def mentioned(self) -> set[str]:
-        """Arguments that the route sends somewhere, or nowhere, on purpose."""
+        """The arguments that the route decides about, including those that it sends nowhere."""
         return {name for row in self.rows or () for name in row}
 
     def keywords(
-        self, block: int, function: str, fn: Callable[..., Any], given: Iterable[str]
+        self, block: int, function: str, fn: Function, given: Iterable[str]
     ) -> dict[str, str]:
+        """The arguments that a function, "f" or "g", of a block gets."""
         if self.rows is None:
             return by_signature(fn, 1, given)
         row = self.rows[block]
@@ -135,18 +121,55 @@ class PairRoute:
         return chosen
 
 
+def _rows(route: Route, blocks: int) -> Sequence[Mapping[str, str]]:
+    """A route as one dict for each block, checked."""
+    if isinstance(route, Mapping):
+        by_argument = {name: _entries(name, functions, blocks) for name, functions in route.items()}
+        rows = [
+            {name: entries[block] for name, entries in by_argument.items()}
+            for block in range(blocks)
+        ]
+    else:
+        rows = list(route)
+        _check_length("route", len(rows), blocks)
+    for row in rows:
+        for name, functions in row.items():
+            if not isinstance(functions, str) or set(functions) - set("fg"):
+                raise ValueError(f'route[{name!r}] is {functions!r}; write "f", "g", "fg" or "".')
+    return rows
+
+
+def _entries(name: str, functions: str | Sequence[str], blocks: int) -> Sequence[str]:
+    """The functions that get an argument, for each block."""
+    if isinstance(functions, str):
+        return [functions] * blocks
+    _check_length(f"route[{name!r}]", len(functions), blocks)
+    return functions
+
+
+def _check_length(what: str, entries: int, blocks: int) -> None:
+    if entries != blocks:
+        raise ValueError(f"{what} has {entries} entries for {blocks} blocks; give one for each.")
+
+
 def check_all_taken(
-    given: Iterable[str], taken: set[str], program: Sequence[Any], route: str
+    given: Iterable[str], taken: set[str], program: Sequence[Step], route: str
 ) -> None:
-    """Raise for arguments that no function takes, with those that functions do take."""
+    """Raise for arguments that no function takes. The message lists those that functions accept.
+
+    `route` is the code that would send an argument somewhere, with a place for its name.
+    """
     unknown = [name for name in given if name not in taken]
-    if unknown:
-        known = sorted({name for step in program for name in accepted(step.fn, len(step.reads))[0]})
-        names = ", ".join(map(repr, unknown))
-        raise TypeError(
-            f"got {'arguments' if len(unknown) > 1 else 'an argument'} that none of the functions "
-            f"accepts: {names}. They accept "
-            f"{', '.join(map(repr, known)) or 'none by name'}. Where a function takes it under "
-            "another signature, say so with "
-            f"{route.format(unknown[0])}."
-        )
+    if not unknown:
+        return
+    known = {name for step in program for name in accepted(step.fn, len(step.reads)).names}
+    what = "arguments" if len(unknown) > 1 else "an argument"
+    raise TypeError(
+        f"got {what} that none of the functions accepts: {_quoted(unknown)}. They accept "
+        f"{_quoted(sorted(known)) or 'none by name'}. If a function takes it under another "
+        f"signature, route it: {route.format(unknown[0])}."
+    )
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from retrograd.budget import MIB, Level, Measured, Profile, all_levels, everything
-from retrograd.core.memory import Choice, Plan
+from retrograd.budget import MIB
+from retrograd.core.memory import NOTHING, Choice, Plan
+from retrograd.planner import Level, everything, level_of
+from retrograd.profile import Profile, UpdateProfile
 
 
 class Row(NamedTuple):
     """One update of a `StepPlan`."""
 
     name: str
-    keeps: str  # nothing, its output, that and operations, everything, the streams before it
-    bytes: int  # that this takes, until backward gets there
+    keeps: str  # nothing, output, output and operations, everything, or the streams before it
+    bytes: int  # what that takes, until backward reaches the update
     again: float  # the share of its forward that runs again
-    forward: int  # bytes alive when forward is there
-    backward: int  # and when backward is: with the gradients of parameters that it has made by then
+    forward: int  # bytes alive when forward is at the update
+    backward: int  # bytes alive when backward is, with the parameter gradients made by then
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,9 @@ class StepPlan:
     """What a memory mode keeps of each update, and the bytes that a step then needs. Print it,
     compare it, `draw` it.
 
-    Figures are forecasts from one watched forward pass: `peak` is what the step needs, `plain` what
-    it would need with everything kept, `floor` with nothing kept, each less all `gradients`; `time`
-    is that of the step, plain autograd being 1.
+    The figures are forecasts from one watched forward pass. `peak` is what the step needs, `plain`
+    what it needs if everything is kept, `floor` if nothing is kept; `gradients` are not part of
+    these three. `time` is relative to a step of plain autograd.
     """
 
     memory: Any
@@ -44,36 +46,31 @@ class StepPlan:
     def __str__(self) -> str:
         lines = [
             f"{self.memory!r}: {len(self.rows)} updates, {self.peak / MIB:.2f} MiB at the peak "
-            "(everything kept: "
-            f"{self.plain / MIB:.2f}, nothing: {self.floor / MIB:.2f}), about {self.time:.2f} of "
-            "plain autograd's time"
+            f"(everything kept: {self.plain / MIB:.2f}, nothing: {self.floor / MIB:.2f}), about "
+            f"{self.time:.2f} of plain autograd's time",
+            f"  {'updates':<32} {'together':>13}   what each keeps until backward is there",
         ]
-        runs = [
-            (key, list(rows))
-            for key, rows in itertools.groupby(
-                self._blocks(), key=lambda rows: [r.keeps for r in rows]
-            )
-        ]
-        lines.append(
-            f"  {'updates':<32} {'together':>13}   what each keeps until backward is there"
-        )
-        for keeps, blocks in runs:
-            first, last = blocks[0][0].name, blocks[-1][-1].name
-            total = sum(row.bytes for rows in blocks for row in rows) / MIB
+        same = itertools.groupby(self._blocks(), key=lambda block: [row.keeps for row in block])
+        for keeps, blocks in same:
+            rows = [row for block in blocks for row in block]
+            first = rows[0].name
+            last = rows[-1].name
             where = first if first == last else f"{first} to {last}"
+            total = sum(row.bytes for row in rows) / MIB
             lines.append(f"  {where:<32} {total:9.2f} MiB   {' | '.join(keeps)}")
         return "\n".join(lines)
 
-    def _blocks(self) -> Iterator[list[Row]]:
-        """The rows of each block, by the names that stacks give; else one by one."""
-        for _, rows in itertools.groupby(
-            self.rows, key=lambda row: re.sub(r"(?<=^blocks\.)(\d+)[.,].*", r"\1", row.name)
-        ):
-            yield list(rows)
+    def _blocks(self) -> list[list[Row]]:
+        """The rows of each block, if names are those of a `ReversibleSequence`; else one by one."""
+
+        def block(row: Row) -> str:
+            return re.sub(r"(?<=^blocks\.)(\d+)[.,].*", r"\1", row.name)
+
+        return [list(rows) for _, rows in itertools.groupby(self.rows, key=block)]
 
     def draw(self, path: Any, *others: StepPlan) -> None:
-        """A picture of bytes over the course of a step, forward and then backward, of this plan and
-        of others for comparison.
+        """Draw the bytes over the course of a step, forward and then backward, of this plan and of
+        others for comparison.
         """
         try:
             from matplotlib.figure import Figure
@@ -82,18 +79,13 @@ class StepPlan:
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()
         for plan in (self, *others):
-            course = [row.forward / MIB for row in plan.rows] + [
-                row.backward / MIB for row in reversed(plan.rows)
-            ]
-            axes.plot(
-                range(len(course)),
-                course,
-                label=f"{plan.memory!r}: {plan.peak / MIB:.1f} MiB, time about {plan.time:.2f}",
-            )
+            forward = [row.forward / MIB for row in plan.rows]
+            backward = [row.backward / MIB for row in reversed(plan.rows)]
+            label = f"{plan.memory!r}: {plan.peak / MIB:.1f} MiB, time about {plan.time:.2f}"
+            axes.plot(range(2 * len(plan.rows)), forward + backward, label=label)
+        peak = (self.peak + self.gradients) / MIB
         axes.axvline(len(self.rows) - 0.5, color="gray", linewidth=0.5)
-        axes.axhline(
-            (self.peak + self.gradients) / MIB, color="gray", linewidth=0.5, linestyle="--"
-        )
+        axes.axhline(peak, color="gray", linewidth=0.5, linestyle="--")
         axes.set(xlabel="updates: forward, then backward", ylim=(0, None))
         axes.set(ylabel="MiB of activations and gradients")
         figure.legend(loc="outside lower center", frameon=False)
@@ -105,40 +97,52 @@ def forecast(
     memory: Any, plan: Plan, profile: Profile, names: Sequence[str], fresh: bool
 ) -> StepPlan:
     """What a plan means for a step."""
-    needs, rows, before = profile.needs(fresh), [], 0
+    needs = profile.needs(fresh)
     gradients = sum(profile.gradients().values()) if fresh else 0
-    for u, (name, measured) in enumerate(zip(names, profile.updates)):
-        choice = plan.choices.get(u, Choice())
-        level = (
-            everything(measured)
-            if u >= plan.kept
-            else _level(measured, choice, profile.state_bytes)
+    kept_before = 0
+    rows = []
+    for index, (name, update) in enumerate(zip(names, profile.updates)):
+        level = _level(plan, index, update, profile.state_bytes)
+        row = Row(
+            name=name,
+            keeps=_describe(level.choice),
+            bytes=level.bytes,
+            again=level.seconds / update.seconds if update.seconds else 0.0,
+            forward=2 * profile.state_bytes + kept_before + update.forward_bytes,
+            backward=needs[index] + gradients + kept_before + level.own_bytes,
         )
-        again = level.seconds / measured.seconds if measured.seconds else 0.0
-        forward = 2 * profile.state_bytes + before + measured.forward
-        backward = needs[u] + gradients + before + level.own
-        rows.append(Row(name, _words(level.choice), level.bytes, again, forward, backward))
-        before += level.bytes
-    total = sum(measured.seconds for measured in profile.updates)
-    run_again = sum(row.again * measured.seconds for row, measured in zip(rows, profile.updates))
-    peak = max((row.backward for row in rows), default=0) - gradients
-    time = 1 + run_again / (3 * total) if total else 1.0
+        rows.append(row)
+        kept_before += level.bytes
     return StepPlan(
-        memory, tuple(rows), peak, profile.plain(fresh), max(needs, default=0), gradients, time
+        memory=memory,
+        rows=tuple(rows),
+        peak=max((row.backward for row in rows), default=0) - gradients,
+        plain=profile.plain(fresh),
+        floor=max(needs, default=0),
+        gradients=gradients,
+        time=_time(rows, profile.updates),
     )
 
 
-def _level(measured: Measured, choice: Choice, state_bytes: int) -> Level:
-    if choice.streams:
-        return Level(choice, state_bytes, state_bytes, measured.seconds)
-    return next(level for level in all_levels(measured) if level.choice == choice)
+def _time(rows: Sequence[Row], updates: Sequence[UpdateProfile]) -> float:
+    """Of a step, relative to plain autograd, whose backward takes twice the time of forward."""
+    forward = sum(update.seconds for update in updates)
+    again = sum(row.again * update.seconds for row, update in zip(rows, updates))
+    return 1 + again / (3 * forward) if forward else 1.0
 
 
-def _words(choice: Choice | None) -> str:
+def _level(plan: Plan, index: int, update: UpdateProfile, state_bytes: int) -> Level:
+    """What a plan keeps of an update, with its bytes and the time of its recompute."""
+    if index >= plan.keep_from:
+        return everything(update)
+    return level_of(update, plan.choices.get(index, NOTHING), state_bytes)
+
+
+def _describe(choice: Choice | None) -> str:
     if choice is None:
         return "everything"
-    if choice.streams:
-        return "streams"
     count = len(choice.operations)
-    inside = f" + {count} operation{'s' if count > 1 else ''}" if count else ""
-    return f"output{inside}" if choice.output else "nothing"
+    parts = ["streams"] * choice.streams + ["output"] * choice.output
+    if count:
+        parts.append(f"{count} operation{'s' if count > 1 else ''}")
+    return " + ".join(parts) or "nothing"

@@ -1,20 +1,15 @@
-"""The command line, one file for each verb. Errors of the user go to stderr in one line, with an
-exit code of 2.
-"""
+"""The command line, one file for each verb."""
 
 from __future__ import annotations
 
 import argparse
-import errno
-import os
-import sys
 from collections.abc import Sequence
 
 import retrograd
-from retrograd.cli import bench, check, completion, info, plan, sample, train
-from retrograd.cli.mistakes import Mistake
+from retrograd.cli import check, info, plan
+from retrograd.cli.mistakes import run_command
 
-VERBS = (check, plan, train, sample, bench, info, completion)
+VERBS = (check, plan, info)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,25 +31,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.command is None:
         made.error("which command? See retrograd --help")
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    try:
-        code = options.run(options)
-        sys.stdout.flush()  # here, where it can be told that nobody reads
-        return code
-    except Mistake as mistake:
-        if os.environ.get("RANK", "0") == "0":  # of several processes, one tells
-            print(f"retrograd {options.command}: {mistake}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # whoever reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 141
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EIO):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        print(f"retrograd {options.command}: {error.strerror}.", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"retrograd {options.command}: interrupted", file=sys.stderr)
-        return 130
+    return run_command(f"retrograd {options.command}", lambda: options.run(options))

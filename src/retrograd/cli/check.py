@@ -6,25 +6,31 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrograd.cli.mistakes import Mistake
-from retrograd.cli.target import HELP, load, theirs, told
+from retrograd.cli.target import HELP, load, one_line, user_code
 from retrograd.files import write_whole
 
-WRONG = 1
+if TYPE_CHECKING:
+    from retrograd.checking import Report
+
+WRONG = 1  # the exit code if the check finds something wrong
+PAGE = """\
+<!doctype html><meta charset="utf-8"><title>retrograd check</title>\
+<style>body {{ font: 15px sans-serif; margin: 2em }} td, th {{ padding: 2px 10px 2px 0 }}</style>\
+{report}
+"""
 
 
-def add(commands: Any) -> None:
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     check = commands.add_parser(
         "check",
         help="prove a network of yours right: gradients, drift, determinism, state, memory and "
         "time, against plain autograd",
         description="Runs a network reversed and with everything kept, about fifteen steps in all, "
-        "and reports whether they "
-        "agree; for each problem the likely cause and the fix. Exit code: 0 if nothing is wrong, 1 "
-        "if something is, 2 if it "
-        "could not be run.",
+        "and reports whether they agree; for each problem the likely cause and the fix. Exit code: "
+        "0 if nothing is wrong, 1 if something is, 2 if it could not be run.",
     )
     check.add_argument("target", metavar="TARGET", help=HELP)
     check.add_argument(
@@ -41,56 +47,51 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    import retrograd as rg
-
-    if options.html is not None:  # before the work, not after
-        can_write(options.html)
-    drawn = options.plot is not None and can_draw(options.plot)
-    with theirs(options):
-        module, args, kwargs = load(options.target)
-        try:
-            report = rg.check(module, *args, **kwargs)
-        except Exception as error:
-            raise Mistake(f"{options.target}: {told(error)}.") from error
-    if drawn:
+    # Wrong file names are reported before the check runs, not after it.
+    if options.html is not None:
+        check_path(options.html)
+    with_plot = options.plot is not None and can_plot(options.plot)
+    with user_code(options):
+        report = _check(options.target)
+    if with_plot:
         draw(report.plot, options.plot)
-    try:
-        if options.html is not None:
-            style = (
-                "<style>body { font: 15px sans-serif; margin: 2em } td, th { padding: 2px "
-                "10px "
-                "2px 0 }</style>"
-            )
-            head = f'<!doctype html><meta charset="utf-8"><title>retrograd check</title>{style}'
-            write_whole(options.html, f"{head}{report._repr_html_()}\n")
-    except OSError as error:
-        raise Mistake(f"{error.strerror or error}: {error.filename}.") from error
+    if options.html is not None:
+        _write_page(report, options.html)
     print(report.to_json() if options.json else report)
     return 0 if report.ok else WRONG
 
 
-def can_write(path: Path) -> None:
-    """A mistake if it is not a file in a folder that is there."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise Mistake(
-            f"{path}: that is a folder; name a file."
-            if path.is_dir()
-            else f"{path}: there is no folder {path.parent}; name a file."
-        )
+def _check(target: str) -> Report:
+    import retrograd as rg
 
-
-def draw(plot: Callable[..., Any], path: Path, *others: Any) -> None:
+    module, args, kwargs = load(target)
     try:
-        plot(path, *others)
+        return rg.check(module, *args, **kwargs)
+    except Exception as error:
+        raise Mistake(f"{target}: {one_line(error)}.") from error
+
+
+def _write_page(report: Report, path: Path) -> None:
+    try:
+        write_whole(path, PAGE.format(report=report._repr_html_()))
     except OSError as error:
-        raise Mistake(f"{error.strerror or error}: {error.filename}.") from error
-    except Exception as error:  # of a kind of picture that needs more than matplotlib
-        raise Mistake(f"{path}: {told(error)}.") from error
+        raise _file_mistake(error) from error
 
 
-def can_draw(path: Path) -> bool:
-    """Whether matplotlib is there, told if not; a mistake if it does not know such a file."""
-    can_write(path)
+def check_path(path: Path) -> None:
+    """Raise `Mistake` unless `path` names a file in a folder that exists."""
+    if path.is_dir():
+        raise Mistake(f"{path}: that is a folder; name a file.")
+    if not path.parent.is_dir():
+        raise Mistake(f"{path}: there is no folder {path.parent}; name a file.")
+
+
+def can_plot(path: Path) -> bool:
+    """Whether matplotlib is installed; says so on stderr if not.
+
+    Raises `Mistake` if `path` is not a file that matplotlib can write.
+    """
+    check_path(path)
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
@@ -103,3 +104,17 @@ def can_draw(path: Path) -> bool:
     if path.suffix.removeprefix(".").lower() not in known:
         raise Mistake(f"{path}: no such kind of picture; there are .{', .'.join(sorted(known))}.")
     return True
+
+
+def draw(plot: Callable[..., Any], path: Path, *others: Any) -> None:
+    """`plot(path, *others)`, with errors turned into a `Mistake`."""
+    try:
+        plot(path, *others)
+    except OSError as error:
+        raise _file_mistake(error) from error
+    except Exception as error:  # some file types need more than matplotlib
+        raise Mistake(f"{path}: {one_line(error)}.") from error
+
+
+def _file_mistake(error: OSError) -> Mistake:
+    return Mistake(f"{error.strerror or error}: {error.filename}.")

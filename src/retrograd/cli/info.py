@@ -7,27 +7,29 @@ import importlib.metadata
 import json
 import os
 import platform
-from typing import Any
 
-# Those that retrograd is used with or measured against.
+Fact = str | int | list[str] | dict[str, str] | None
+
+# Packages that retrograd is used with or measured against.
 PACKAGES = (
-    *(
-        "numpy",
-        "matplotlib",
-        "safetensors",
-        "rich",
-        "transformers",
-        "lightning",
-        "accelerate",
-        "peft",
-        "deepspeed",
-        "triton",
-    ),
-    *("revtorch", "memcnn", "revlib", "reformer-pytorch"),
+    "numpy",
+    "matplotlib",
+    "safetensors",
+    "rich",
+    "transformers",
+    "lightning",
+    "accelerate",
+    "peft",
+    "deepspeed",
+    "triton",
+    "revtorch",
+    "memcnn",
+    "revlib",
+    "reformer-pytorch",
 )
 
 
-def add(commands: Any) -> None:
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     info = commands.add_parser(
         "info", help="versions and devices, for a bug report", description="Versions and devices."
     )
@@ -45,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def facts() -> dict[str, Any]:
+def facts() -> dict[str, Fact]:
     import torch
 
     import retrograd
@@ -62,11 +64,12 @@ def facts() -> dict[str, Any]:
         "CUDA": torch.version.cuda,
         "ROCm": torch.version.hip,
         "distributed": _backends(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "packages": _versions(),
     }
 
 
 def devices() -> list[str]:
+    """The accelerators, such as `cuda:0 NVIDIA A100, 79.2 GiB`."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -75,38 +78,44 @@ def devices() -> list[str]:
     module = torch.get_device_module(kind)
     found = []
     for i in range(torch.accelerator.device_count()):
-        properties = (
-            module.get_device_properties(i) if hasattr(module, "get_device_properties") else None
-        )
+        properties = None
+        if hasattr(module, "get_device_properties"):
+            properties = module.get_device_properties(i)
+        name = getattr(properties, "name", "")
         memory = getattr(properties, "total_memory", None)
         size = f", {memory / 2**30:.1f} GiB" if memory else ""
-        found.append(f"{kind}:{i} {getattr(properties, 'name', '')}{size}")
+        found.append(f"{kind}:{i} {name}{size}")
     return found
 
 
 def _backends() -> list[str]:
+    """The backends of torch.distributed."""
     import torch.distributed as dist
 
     if not dist.is_available():
         return []
-    names = {
+    checks = {
         "gloo": dist.is_gloo_available,
         "nccl": dist.is_nccl_available,
         "mpi": dist.is_mpi_available,
     }
-    return [name for name, is_available in names.items() if is_available()]
+    return [name for name, is_available in checks.items() if is_available()]
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _versions() -> dict[str, str]:
+    """The versions of those `PACKAGES` that are installed."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
-def _text(value: Any) -> str:
+def _text(value: Fact) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {version}" for name, version in value.items()) or "none"
+        value = [f"{name} {version}" for name, version in value.items()]
     if isinstance(value, list):
         return ", ".join(value) or "none"
     return "none" if value is None else str(value)

@@ -1,25 +1,38 @@
-"""`retrograd plan`: what a memory mode keeps of each update, and what a step then needs."""
+"""`retrograd plan`: what a memory mode keeps of each update, and the bytes that a step needs."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from retrograd.cli.check import can_draw, draw
+from retrograd.cli.check import can_plot, draw
 from retrograd.cli.mistakes import Mistake
-from retrograd.cli.target import HELP, load, theirs, told
+from retrograd.cli.target import HELP, load, one_line, user_code
+
+if TYPE_CHECKING:
+    from retrograd.stepplan import StepPlan
 
 
-def add(commands: Any) -> None:
+class StackCall(NamedTuple):
+    """A stack of a network, and the arguments of its first call."""
+
+    name: str
+    stack: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan = commands.add_parser(
         "plan",
         usage="retrograd plan [-h] TARGET [--memory MODE [MODE ...]] [--plot FILE] [--json]",
         help="what a budget keeps of each layer, and the bytes and time that a step then takes",
-        description="Runs a network forward once, watched, and shows what memory modes would keep "
-        "of each update of its stacks; "
-        "nothing is trained. With --plot, a picture of the bytes over the course of a step.",
+        description="Runs a network forward and shows what memory modes would keep of each update "
+        "of its stacks; nothing is trained. With --plot, a picture of the bytes over the course of "
+        "a step.",
     )
     plan.add_argument("target", metavar="TARGET", help=HELP)
     plan.add_argument(
@@ -38,82 +51,93 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from retrograd.core.errors import RetrogradError
-
-    modes = [_mode(text) for text in options.memory]
-    drawn = options.plot is not None and can_draw(options.plot)
-    found: list[tuple[str, Any]] = []
-    with theirs(options):
-        module, args, kwargs = load(options.target)
-        try:
-            for name, stack, given, keywords in calls(module, args, kwargs):
-                own = stack.memory
-                try:
-                    for mode in modes:
-                        stack.memory = own if mode is None else mode
-                        found.append((name, stack.plan(*given, **keywords)))
-                finally:
-                    stack.memory = own
-        except RetrogradError as error:
-            raise Mistake(" ".join(str(error).split())) from error
-        except Exception as error:
-            raise Mistake(f"{options.target}: {told(error)}.") from error
-    if not found:
+    modes = [_memory_mode(text) for text in options.memory]
+    with_plot = options.plot is not None and can_plot(options.plot)
+    with user_code(options):
+        plans = _plans(options.target, modes)
+    if not plans:
         raise Mistake(f"{options.target}: no stack of retrograd ran, so there is nothing to plan.")
-    if drawn:
-        first, *others = [plan for name, plan in found if name == found[0][0]]
+    if with_plot:
+        first_name = plans[0][0]
+        first, *others = [plan for name, plan in plans if name == first_name]
         draw(first.draw, options.plot, *others)
     if options.json:
-        print(json.dumps([{"stack": name, **_data(plan)} for name, plan in found], indent=2))
+        print(json.dumps([{"stack": name, **_facts(plan)} for name, plan in plans], indent=2))
     else:
-        print("\n".join(f"{name}: {plan}" for name, plan in found))
+        print("\n".join(f"{name}: {plan}" for name, plan in plans))
     return 0
 
 
-def calls(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
-    """The stacks that a network calls, each with what its first call was given. The network is left
-    as it was.
-    """
+def _plans(target: str, modes: list[Any]) -> list[tuple[str, StepPlan]]:
+    """For each stack of a network its name and its plan in each memory mode."""
+    from retrograd.core.errors import RetrogradError
+
+    module, args, kwargs = load(target)
+    plans = []
+    try:
+        for call in _stack_calls(module, args, kwargs):
+            plans += [(call.name, plan) for plan in _plans_of(call, modes)]
+    except RetrogradError as error:
+        raise Mistake(" ".join(str(error).split())) from error
+    except Exception as error:
+        raise Mistake(f"{target}: {one_line(error)}.") from error
+    return plans
+
+
+def _plans_of(call: StackCall, modes: list[Any]) -> list[StepPlan]:
+    own = call.stack.memory
+    plans = []
+    try:
+        for mode in modes:
+            call.stack.memory = own if mode is None else mode
+            plans.append(call.stack.plan(*call.args, **call.kwargs))
+    finally:
+        call.stack.memory = own
+    return plans
+
+
+def _stack_calls(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StackCall]:
+    """The stacks that a network calls. The network is left as it was."""
     from retrograd.checking import as_module
     from retrograd.checking.runs import Network
     from retrograd.measure import Counting
 
-    found: dict[str, tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = {}
+    calls: dict[str, StackCall] = {}
     module = as_module(module)
     network = Network(module, args, kwargs)
     handles = []
     try:
-        with Counting(module) as observer:  # which stacks run, wherever they are
+        with Counting(module) as observer:  # finds the stacks that run, also those in plain lists
             module(*args, **kwargs)
         network.snapshot.restore()
         for name, stack in observer.stacks.values():
-
-            def enter(
-                stack: Any, given: Any, keywords: Any, name: str = name or type(stack).__name__
-            ) -> None:
-                found.setdefault(name, (name, stack, given, keywords))
-
-            handles.append(stack.register_forward_pre_hook(enter, with_kwargs=True))
+            hook = functools.partial(_record_call, calls, name or type(stack).__name__)
+            handles.append(stack.register_forward_pre_hook(hook, with_kwargs=True))
         module(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()
         network.release()
-    return list(found.values())
+    return list(calls.values())
 
 
-def _mode(text: str) -> Any:
-    """What is meant by a word; None: the stack's own."""
+def _record_call(
+    calls: dict[str, StackCall], name: str, stack: Any, args: tuple[Any, ...], kwargs: Any
+) -> None:
+    """A forward pre-hook: remember the first call of a stack."""
+    calls.setdefault(name, StackCall(name, stack, args, kwargs))
+
+
+def _memory_mode(text: str) -> Any:
+    """A memory mode from its text; None for "own", the stack's own mode."""
     import retrograd as rg
 
     word, _, number = text.partition("=")
+    named = {"own": None, "reverse": rg.Reverse(), "keep": rg.Keep()}
+    if text in named:
+        return named[text]
     try:
-        if word == "anchor":
-            return rg.Anchor(every=int(number))
-        named: dict[str, Any] = {"own": None, "reverse": rg.Reverse(), "keep": rg.Keep()}
-        return named[text] if text in named else rg.Budget(text)
+        return rg.Anchor(every=int(number)) if word == "anchor" else rg.Budget(text)
     except ValueError as error:
         raise Mistake(
             f'--memory {text!r}: own, reverse, keep, anchor=16, or a budget such as "200 MiB" or '
@@ -121,6 +145,10 @@ def _mode(text: str) -> Any:
         ) from error
 
 
-def _data(plan: Any) -> dict[str, Any]:
-    facts = {name: getattr(plan, name) for name in ("peak", "plain", "floor", "gradients", "time")}
-    return {"memory": repr(plan.memory), **facts, "rows": [row._asdict() for row in plan.rows]}
+def _facts(plan: StepPlan) -> dict[str, Any]:
+    names = ("peak", "plain", "floor", "gradients", "time")
+    return {
+        "memory": repr(plan.memory),
+        **{name: getattr(plan, name) for name in names},
+        "rows": [row._asdict() for row in plan.rows],
+    }

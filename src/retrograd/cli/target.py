@@ -1,10 +1,11 @@
-"""`package.module:factory`: a network on the command line."""
+"""TARGET on the command line: `package.module:factory`, a function that builds a network."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import difflib
+import functools
 import importlib
 import importlib.util
 import os
@@ -12,118 +13,137 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from retrograd.cli.mistakes import Mistake
 
 HELP = (
     "package.module:factory, or file.py:factory: a function without arguments that returns "
-    "(module, args) or (module, args, "
-    "kwargs), to be called as module(*args, **kwargs). Try retrograd.models.lm:example"
+    "(module, args) or (module, args, kwargs), to be called as module(*args, **kwargs). Try "
+    "retrograd.models.vision:example"
 )
+_MISSING = object()
 
 
-def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """What the factory returns. Everything that can be wrong about it is a mistake, told in one
-    line.
-    """
-    home, colon, name = target.rpartition(":")
-    if not colon or not home or not name:
+class NetworkCall(NamedTuple):
+    """A network and the arguments to call it with."""
+
+    module: Any  # whatever `rg.check` accepts
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def load(target: str) -> NetworkCall:
+    """Import the factory and call it. Raises `Mistake` if anything is wrong with it."""
+    source, colon, name = target.rpartition(":")
+    if not colon or not source or not name:
         raise Mistake(f"{target!r}: write package.module:factory or file.py:factory.")
-    factory = _attempt(lambda: _import(home, target), f"{target}: importing it")
+    factory = _run_user_code(functools.partial(_import, source, target), f"{target}: importing it")
     for part in name.split("."):
-        if not _attempt(lambda: hasattr(factory, part), target):  # noqa: B023
-            near = difflib.get_close_matches(
-                part, [n for n in dir(factory) if not n.startswith("_")], n=3
-            )
-            hint = f" Did you mean {', '.join(near)}?" if near else ""
-            raise Mistake(f"{target}: there is no {part} in {home}.{hint}")
-        factory = getattr(factory, part)
+        factory = _attribute(factory, part, source, target)
     if not callable(factory):
         raise Mistake(
             f"{target} is {type(factory).__name__}, not a function that returns (module, args)."
         )
-    return _unpacked(_attempt(factory, target), target)
+    return _unpack(_run_user_code(factory, target), target)
 
 
-def _attempt(run: Callable[[], Any], what: str) -> Any:
-    """What someone else's code returns. Whatever it raises is told in one line,
-    `sys.exit()` too.
-    """
+def _run_user_code(run: Callable[[], Any], what: str) -> Any:
+    """`run()`, with any exception (and `sys.exit()`) turned into a `Mistake`."""
     try:
         return run()
     except Mistake:
         raise
     except (Exception, SystemExit) as error:
-        raise Mistake(f"{what} raised {told(error)}.") from error
+        raise Mistake(f"{what} raised {one_line(error)}.") from error
 
 
 @contextlib.contextmanager
-def theirs(options: argparse.Namespace) -> Iterator[None]:
-    """While someone else's code runs: what it prints goes elsewhere if ours is for a program to
-    read, and it may not exit.
-    """
-    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+def user_code(options: argparse.Namespace) -> Iterator[None]:
+    """Run the user's code: `sys.exit()` is a mistake, and with --json its prints go to stderr."""
+    stdout = sys.stderr if options.json else sys.stdout
+    with contextlib.redirect_stdout(stdout):
         try:
             yield
         except SystemExit as error:
             raise Mistake(f"{options.target} called sys.exit({error.code!r}).") from error
 
 
-def _import(home: str, target: str) -> Any:
+def _import(source: str, target: str) -> ModuleType:
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
-        if not home.endswith(".py"):
-            return importlib.import_module(home)
-        if not Path(home).is_file():
-            raise Mistake(f"{target}: there is no file {home}.")
-        spec = importlib.util.spec_from_file_location(Path(home).stem, home)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(spec.name, module)  # dataclasses and pickles look there
-        sys.path.insert(
-            0, str(Path(home).resolve().parent)
-        )  # what lies beside it, as `python file.py` finds
-        spec.loader.exec_module(module)
-        return module
+        if source.endswith(".py"):
+            return _import_file(Path(source), target)
+        return importlib.import_module(source)
     except ModuleNotFoundError as error:
-        if error.name is not None and (home == error.name or home.startswith(f"{error.name}.")):
+        missing = error.name
+        if missing is not None and (source == missing or source.startswith(f"{missing}.")):
             raise Mistake(
-                f"{target}: there is no module {error.name}, seen from here ({os.getcwd()})."
+                f"{target}: there is no module {missing} in {os.getcwd()} or among the installed "
+                "packages."
             ) from error
         raise
 
 
-def _unpacked(made: Any, target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        what = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
-        raise Mistake(
-            f"{target} returned {what}, not (module, args) or (module, args, kwargs): write return "
-            "module, (x,)"
-        )
-    module, args, kwargs = (*made, {})[:3]
-    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+def _import_file(path: Path, target: str) -> ModuleType:
+    if not path.is_file():
+        raise Mistake(f"{target}: there is no file {path}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # dataclasses and pickles look there
+    sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` does
+    spec.loader.exec_module(module)
+    return module
+
+
+def _attribute(owner: object, name: str, source: str, target: str) -> Any:
+    found = _run_user_code(functools.partial(getattr, owner, name, _MISSING), target)
+    if found is not _MISSING:
+        return found
+    public = [other for other in dir(owner) if not other.startswith("_")]
+    similar = difflib.get_close_matches(name, public, n=3)
+    hint = f" Did you mean {', '.join(similar)}?" if similar else ""
+    raise Mistake(f"{target}: there is no {name} in {source}.{hint}")
+
+
+def _unpack(returned: object, target: str) -> NetworkCall:
+    """What the factory returned, with defaults filled in."""
+    if not isinstance(returned, tuple):
+        raise _wrong_return(target, type(returned).__name__)
+    if len(returned) not in (2, 3):
+        raise _wrong_return(target, f"a tuple of {len(returned)}")
+    module, args, kwargs = (*returned, {})[:3]
     if not isinstance(kwargs, dict):
         raise Mistake(
             f"{target} returned {type(kwargs).__name__} for its keyword arguments, not a dict."
         )
-    return module, args, kwargs
+    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+    return NetworkCall(module, args, kwargs)
 
 
-def told(error: BaseException) -> str:
-    """An error in one line, with where it came up, if that is someone else's code."""
-    frames = traceback.extract_tb(error.__traceback__)
+def _wrong_return(target: str, what: str) -> Mistake:
+    return Mistake(
+        f"{target} returned {what}, not (module, args) or (module, args, kwargs): write return "
+        "module, (x,)"
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """An error in one line, with the last line of the user's code in its traceback."""
     try:
         text = " ".join(str(error).split())
-    except Exception:  # its own text fails
+    except Exception:  # the error's own __str__ fails
         text = ""
-    package = Path(__file__).parents[1]
-    own = [
-        f
-        for f in frames
-        if not Path(f.filename).is_relative_to(package)
-        and "-packages" not in f.filename
-        and f.filename[0] != "<"
-    ]
-    at = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {text:.300}{at}" if text else f"{type(error).__name__}{at}"
+    message = f": {text:.300}" if text else ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_user_code(f.filename)]
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{message}{place}"
+
+
+def _is_user_code(filename: str) -> bool:
+    """Whether a file belongs neither to retrograd, nor to an installed package, nor to Python."""
+    if filename.startswith("<") or "-packages" in filename:
+        return False
+    return not Path(filename).is_relative_to(Path(__file__).parents[1])

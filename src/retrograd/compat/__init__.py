@@ -1,9 +1,8 @@
-"""The five systems that retrograd grew out of, with their own names and behaviour, on the one
-engine.
+"""The five systems that retrograd grew out of, with their own names and behaviour, on one engine.
 
-Each file has the public names of one reversible module: replace `from reformer_pytorch.reversible
-import ReversibleSequence` by `from retrograd.compat.reformer import ReversibleSequence`; or leave
-the package as it is and call `install("reformer_pytorch")`.
+Each file has the public names of one package's reversible module. Replace `from
+reformer_pytorch.reversible import ReversibleSequence` by `from retrograd.compat.reformer import
+ReversibleSequence`; or keep the package and call `install("reformer_pytorch")`.
 """
 
 from retrograd.compat import axial as axial

@@ -1,52 +1,48 @@
-"""nuwa-pytorch's reversible layers for video and audio: two modalities of their own lengths, each
-with two streams.
+"""The reversible layers of nuwa-pytorch for video and audio.
 
-Blocks of four functions, in three types:
+Video and audio may differ in length; each has two streams. A block has four functions and one of
+three types:
 
     intra_modality_self_attn     v1 += f(v2)       v2 += g(v1)    a1 += j(a2)       a2 += k(a1)
-    intra_modality_cross_attn    the same; f and j also get the text and its mask, and the mask of
-    their modality inter_modality_cross_attn    v1 += f(v2, a2)   v2 += k(v1)    a1 += j(a2, v2)
-    a2 += g(a1)
+    intra_modality_cross_attn    v1 += f(v2)       v2 += g(v1)    a1 += j(a2)       a2 += k(a1)
+    inter_modality_cross_attn    v1 += f(v2, a2)   v2 += k(v1)    a1 += j(a2, v2)   a2 += g(a1)
 
-Mind g and k: in the third type, k serves the video and g the audio.
+In the second type, f and j also get the text, its mask and the mask of their modality. In the
+third type, g and k change places: k updates the video and g the audio.
 
-*Same*: names, signatures, defaults, state-dict keys (`blocks.0.f.net.…`), outputs, gradients,
-random draws; block types by name, with `ValueError` for an unknown one; `reverse=False` for the
-ordinary path.
+*Same*: names, signatures, defaults, state-dict keys (`blocks.0.f.net.…`), outputs, gradients and
+random draws; block types by name, with `ValueError` for an unknown one; `reverse=False` for plain
+autograd.
 
-*Differs*: inputs that need no gradient, backward in `eval()`, several forwards before a backward,
-`autograd.grad`, double backward, DDP and autocast work; buffers are updated once; the text
-encoder's backward runs once, not once a block; blocks have no `backward_pass`, because autograd
-walks back itself, and are not called: hooks and `fully_shard` belong on `f` and `g`.
+*Differs*:
+
+- These work: inputs that need no gradient, backward in `eval()`, several forwards before a
+  backward, `autograd.grad`, double backward, DDP and autocast.
+- Buffers are updated once.
+- The text encoder's backward runs once, not once per block.
+- Blocks have no `backward_pass`, because autograd runs the backward. The sequence does not call
+  its blocks, so hooks and `fully_shard` belong on `f`, `g`, `j` and `k`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import retrograd as rg
-from retrograd.compat.pairs import Deterministic, Engine, Line
+from retrograd.compat.pairs import Deterministic, Engine, Function, UpdateSpec
 
-# What f and j get of the call's keyword arguments: their name for it, and the caller's.
+# Which keyword arguments f and j get: their name for each, and the caller's.
 VIDEO = {"mask": "video_mask"}
 AUDIO = {"mask": "audio_mask"}
 TEXT = {"context": "context", "context_mask": "context_mask"}
 
 
-class Quad(nn.Module):
-    """A block of four functions."""
-
-    def __init__(
-        self,
-        f: Callable[..., Any],
-        g: Callable[..., Any],
-        j: Callable[..., Any],
-        k: Callable[..., Any],
-    ) -> None:
+class FourFunctionBlock(nn.Module):
+    def __init__(self, f: Function, g: Function, j: Function, k: Function) -> None:
         super().__init__()
         self.f = Deterministic(f)
         self.g = Deterministic(g)
@@ -54,21 +50,23 @@ class Quad(nn.Module):
         self.k = Deterministic(k)
         self.engine = Engine()
 
-    def lines(self) -> list[Line]:
+    def updates(self) -> list[UpdateSpec]:
         raise NotImplementedError
 
     def run(self, x: Tensor, m: Tensor, reverse: bool, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The block alone, on a video and an audio whose halves along axis 2 are their streams."""
+        """Run this block by itself. The streams of the video `x` and of the audio `m` are their
+        halves along axis 2.
+        """
         return _run([self], self.engine, x, m, kwargs, reverse)
 
 
-class ReversibleSelfAttnBlock(Quad):
-    def lines(self) -> list[Line]:
+class ReversibleSelfAttnBlock(FourFunctionBlock):
+    def updates(self) -> list[UpdateSpec]:
         return [
-            Line("v1", self.f, ("v2",), {}),
-            Line("v2", self.g, ("v1",), {}),
-            Line("a1", self.j, ("a2",), {}),
-            Line("a2", self.k, ("a1",), {}),
+            UpdateSpec("v1", self.f, ("v2",), {}),
+            UpdateSpec("v2", self.g, ("v1",), {}),
+            UpdateSpec("a1", self.j, ("a2",), {}),
+            UpdateSpec("a2", self.k, ("a1",), {}),
         ]
 
     def forward(
@@ -77,13 +75,13 @@ class ReversibleSelfAttnBlock(Quad):
         return self.run(x, m, _reverse)
 
 
-class ReversibleCrossAttnBlock(Quad):
-    def lines(self) -> list[Line]:
+class ReversibleCrossAttnBlock(FourFunctionBlock):
+    def updates(self) -> list[UpdateSpec]:
         return [
-            Line("v1", self.f, ("v2",), TEXT | VIDEO),
-            Line("v2", self.g, ("v1",), {}),
-            Line("a1", self.j, ("a2",), TEXT | AUDIO),
-            Line("a2", self.k, ("a1",), {}),
+            UpdateSpec("v1", self.f, ("v2",), TEXT | VIDEO),
+            UpdateSpec("v2", self.g, ("v1",), {}),
+            UpdateSpec("a1", self.j, ("a2",), TEXT | AUDIO),
+            UpdateSpec("a2", self.k, ("a1",), {}),
         ]
 
     def forward(
@@ -98,17 +96,24 @@ class ReversibleCrossAttnBlock(Quad):
         _reverse: bool = True,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        masks = {"context_mask": context_mask, "video_mask": video_mask, "audio_mask": audio_mask}
-        return self.run(x, m, _reverse, context=context, **masks)
+        return self.run(
+            x,
+            m,
+            _reverse,
+            context=context,
+            context_mask=context_mask,
+            video_mask=video_mask,
+            audio_mask=audio_mask,
+        )
 
 
-class ReversibleCrossModalityAttnBlock(Quad):
-    def lines(self) -> list[Line]:
+class ReversibleCrossModalityAttnBlock(FourFunctionBlock):
+    def updates(self) -> list[UpdateSpec]:
         return [
-            Line("v1", self.f, ("v2", "a2"), VIDEO | {"context_mask": "audio_mask"}),
-            Line("v2", self.k, ("v1",), {}),
-            Line("a1", self.j, ("a2", "v2"), AUDIO | {"context_mask": "video_mask"}),
-            Line("a2", self.g, ("a1",), {}),
+            UpdateSpec("v1", self.f, ("v2", "a2"), VIDEO | {"context_mask": "audio_mask"}),
+            UpdateSpec("v2", self.k, ("v1",), {}),
+            UpdateSpec("a1", self.j, ("a2", "v2"), AUDIO | {"context_mask": "video_mask"}),
+            UpdateSpec("a2", self.g, ("a1",), {}),
         ]
 
     def forward(
@@ -124,23 +129,7 @@ class ReversibleCrossModalityAttnBlock(Quad):
         return self.run(x, m, _reverse, video_mask=video_mask, audio_mask=audio_mask)
 
 
-def reversible_apply(
-    inp: Tensor, ind: int, blocks: Sequence[Quad], kwargs: dict[str, Any]
-) -> Tensor:
-    """Video and audio in one tensor, the first `ind` of axis 1 being the video, each with its
-    streams side by side.
-    """
-    return _apply(inp, ind, blocks, kwargs, reverse=True)
-
-
-def irreversible_apply(
-    inputs: Tensor, ind: int, blocks: Sequence[Quad], kwargs: dict[str, Any]
-) -> Tensor:
-    """The same in plain autograd."""
-    return _apply(inputs, ind, blocks, kwargs, reverse=False)
-
-
-BLOCK_TYPES = {
+BLOCK_TYPES: dict[str, type[FourFunctionBlock]] = {
     "intra_modality_self_attn": ReversibleSelfAttnBlock,
     "intra_modality_cross_attn": ReversibleCrossAttnBlock,
     "inter_modality_cross_attn": ReversibleCrossModalityAttnBlock,
@@ -148,7 +137,9 @@ BLOCK_TYPES = {
 
 
 class DualModalityReversibleSequence(nn.Module):
-    def __init__(self, input_blocks: Iterable[Sequence[Any]], block_types: Sequence[str]) -> None:
+    def __init__(
+        self, input_blocks: Iterable[Sequence[Function]], block_types: Sequence[str]
+    ) -> None:
         super().__init__()
         self.block_types = block_types
         for name in block_types:
@@ -179,44 +170,69 @@ class DualModalityReversibleSequence(nn.Module):
             "audio_mask": audio_mask,
         }
         streams = {"v1": video, "v2": video, "a1": audio, "a2": audio}
-        lines: list[Line] = [line for block in self.blocks for line in block.lines()]  # type: ignore[operator]
-        streams = self.engine(lines, streams, kwargs, reverse)
-        merge = rg.Duplicate("mean").join
-        return [merge(streams["v1"], streams["v2"]), merge(streams["a1"], streams["a2"])]
+        streams = self.engine(_updates(self.blocks), streams, kwargs, reverse)
+        mean = rg.Duplicate("mean").join
+        return [mean(streams["v1"], streams["v2"]), mean(streams["a1"], streams["a2"])]
 
 
-def _lines(block: Any) -> list[Line]:
-    """Of a block of ours, or of the original's: a model built before `install` looks up
-    `reversible_apply` when it runs.
+def reversible_apply(
+    inp: Tensor, ind: int, blocks: Iterable[nn.Module], kwargs: dict[str, Any]
+) -> Tensor:
+    """Run blocks on one tensor that holds video and audio.
+
+    The first `ind` positions of axis 1 are the video. The streams of each are its halves along
+    axis 2.
     """
-    ours = {cls.__name__: cls for cls in BLOCK_TYPES.values()}
-    return (
-        block.lines()
-        if isinstance(block, Quad)
-        else next(
-            ours[cls.__name__].lines(block) for cls in type(block).__mro__ if cls.__name__ in ours
-        )
-    )
+    return _apply(inp, ind, blocks, kwargs, reverse=True)
+
+
+def irreversible_apply(
+    inputs: Tensor, ind: int, blocks: Iterable[nn.Module], kwargs: dict[str, Any]
+) -> Tensor:
+    """`reversible_apply` in plain autograd."""
+    return _apply(inputs, ind, blocks, kwargs, reverse=False)
+
+
+def _apply(
+    inputs: Tensor, ind: int, blocks: Iterable[nn.Module], kwargs: dict[str, Any], reverse: bool
+) -> Tensor:
+    video = inputs[:, :ind]
+    audio = inputs[:, ind:]
+    return torch.cat(_run(blocks, Engine(), video, audio, kwargs, reverse), 1)
 
 
 def _run(
-    blocks: Sequence[Quad],
+    blocks: Iterable[nn.Module],
     engine: Engine,
-    x: Tensor,
-    m: Tensor,
+    video: Tensor,
+    audio: Tensor,
     kwargs: dict[str, Any],
     reverse: bool,
 ) -> tuple[Tensor, Tensor]:
     halves = rg.Split(2)
-    streams: dict[str, Tensor] = dict(
-        zip(("v1", "v2", "a1", "a2"), halves.split(x) + halves.split(m))
-    )
-    streams = engine([line for block in blocks for line in _lines(block)], streams, kwargs, reverse)
+    v1, v2 = halves.split(video)
+    a1, a2 = halves.split(audio)
+    streams = {"v1": v1, "v2": v2, "a1": a1, "a2": a2}
+    streams = engine(_updates(blocks), streams, kwargs, reverse)
     return halves.join(streams["v1"], streams["v2"]), halves.join(streams["a1"], streams["a2"])
 
 
-def _apply(
-    inputs: Tensor, ind: int, blocks: Sequence[Quad], kwargs: dict[str, Any], reverse: bool
-) -> Tensor:
-    x, m = _run(list(blocks), Engine(), inputs[:, :ind], inputs[:, ind:], kwargs, reverse)
-    return torch.cat((x, m), 1)
+def _updates(blocks: Iterable[nn.Module]) -> list[UpdateSpec]:
+    updates = []
+    for block in blocks:
+        updates += _block_updates(cast("FourFunctionBlock", block))
+    return updates
+
+
+def _block_updates(block: FourFunctionBlock) -> list[UpdateSpec]:
+    """The updates of a block, which may be one of the original package.
+
+    A model that was built before `install` has the original's blocks, and looks up
+    `reversible_apply` when it runs. Our class of the same name then gives the updates.
+    """
+    if hasattr(block, "updates"):
+        return block.updates()
+    ours = {cls.__name__: cls for cls in BLOCK_TYPES.values()}
+    names = [cls.__name__ for cls in type(block).__mro__]
+    our_class = next(ours[name] for name in names if name in ours)
+    return our_class.updates(block)

@@ -1,9 +1,8 @@
-"""What the five systems have in common: functions wrapped in `Deterministic`, and blocks that are
-lists of updates.
+"""The parts that the five systems share.
 
-Each block says what it does as data, a list of `Line`s; an `Engine` makes an `rg.Reversible` of the
-lines of all blocks. The modules themselves only hold the functions, under the names that the
-original's checkpoints have.
+A block is a list of updates, `target += fn(*reads)`. Each block describes its updates as data
+(`UpdateSpec`), and an `Engine` runs the updates of all blocks as one `rg.Reversible`. The block
+modules only hold the functions, under the names that the original package's checkpoints use.
 """
 
 from __future__ import annotations
@@ -18,16 +17,20 @@ from torch import Tensor, nn
 
 import retrograd as rg
 
+Function = Callable[..., Any]
+Stream = Any  # a tensor or a pytree of tensors
+ArgumentNames = Mapping[str, str]  # from the function's name for an argument to the caller's name
+
 
 class Deterministic(nn.Module):
-    """A function that can repeat its random draws: `record_rng=True` remembers the states before
-    it, `set_rng=True` uses them.
+    """A function that can repeat its random draws.
 
-    Here it is a name in state-dict keys, `blocks.0.f.net.…`: retrograd replays every draw of every
-    call by itself, and does not pass these flags. They work for whoever does.
+    `record_rng=True` stores the random states before the call; `set_rng=True` runs the call from
+    the stored states. retrograd does not use these flags, because it replays random draws itself.
+    The class is here for its name in state-dict keys, `blocks.0.f.net.…`, and the flags still work.
     """
 
-    def __init__(self, net: Callable[..., Any]) -> None:
+    def __init__(self, net: Function) -> None:
         super().__init__()
         self.net = net
         self.cpu_state: Tensor | None = None
@@ -35,14 +38,11 @@ class Deterministic(nn.Module):
 
     def record_rng(self, *args: Any) -> None:
         self.cpu_state = torch.get_rng_state()
-        devices = {
-            arg.device
-            for arg in args
-            if isinstance(arg, Tensor) and arg.device.type not in ("cpu", "meta")
-        }
-        self.device_states = {
-            device: torch.get_device_module(device).get_rng_state(device) for device in devices
-        }
+        self.device_states = {}
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.device.type not in ("cpu", "meta"):
+                device_module = torch.get_device_module(arg.device)
+                self.device_states[arg.device] = device_module.get_rng_state(arg.device)
 
     def forward(
         self, *args: Any, record_rng: bool = False, set_rng: bool = False, **kwargs: Any
@@ -65,113 +65,117 @@ class Deterministic(nn.Module):
             return self.net(*args, **kwargs)
 
 
-class Line(NamedTuple):
-    """One update: `target += fn(*reads, **{inner: kwargs[outer]})` for each `inner, outer` of
-    `route`.
+class UpdateSpec(NamedTuple):
+    """One update as data: `target += fn(*reads, **arguments)`.
+
+    `names` maps the function's name for a keyword argument to the caller's name for it.
     """
 
     target: str
-    fn: Callable[..., Any]
+    fn: Function
     reads: tuple[str, ...]
-    route: dict[str, str]
+    names: ArgumentNames
 
 
 class Engine:
-    """Lines, run by an `rg.Reversible` that is made anew only when they change.
+    """Runs a list of updates as an `rg.Reversible`, which is rebuilt only when the list changes.
 
-    `memory` and `exact` are those of every `rg` module, and may be assigned:
+    `memory` and `exact` are those of `rg.Reversible` and may be assigned at any time:
     `sequence.engine.memory = rg.Keep()`.
     """
 
-    def __init__(self, memory: Any = rg.Reverse(), exact: Any = False) -> None:
+    def __init__(self, memory: Any = rg.Reverse(), exact: bool | rg.Grid = False) -> None:
         self.memory = memory
         self.exact = exact
-        self.last: tuple[Any, rg.Reversible] | None = (
-            None  # replaced as a whole: threads may share it
-        )
+        # The stack of the last call, and what it was built from. It is one tuple, replaced as a
+        # whole, because threads may share an engine.
+        self._built: tuple[object, rg.Reversible] | None = None
 
     def __reduce__(self) -> Any:
-        return Engine, (self.memory, self.exact)  # copies and pickles make theirs anew
+        return Engine, (self.memory, self.exact)  # a copy or a pickle builds a stack of its own
 
     def __call__(
         self,
-        lines: list[Line],
-        streams: dict[str, Any],
+        updates: list[UpdateSpec],
+        streams: dict[str, Stream],
         kwargs: Mapping[str, Any],
         reverse: bool = True,
-    ) -> dict[str, Any]:
-        if not lines:
+    ) -> dict[str, Stream]:
+        if not updates:
             return streams
-        last, memory = self.last, self.memory if reverse else rg.Keep()
-        if last is None or last[0] != (lines, memory, self.exact):
-            updates = [
-                rg.Update(target, fn, reads, route=route) for target, fn, reads, route in lines
+        stack = self._stack(updates, self.memory if reverse else rg.Keep())
+        used = {callers_name for update in updates for callers_name in update.names.values()}
+        arguments = {name: _copy_mask(value) for name, value in kwargs.items() if name in used}
+        return stack(streams, **arguments)
+
+    def _stack(self, updates: list[UpdateSpec], memory: Any) -> rg.Reversible:
+        built_from = (updates, memory, self.exact)
+        built = self._built
+        if built is None or built[0] != built_from:
+            program = [
+                rg.Update(update.target, update.fn, update.reads, route=dict(update.names))
+                for update in updates
             ]
-            last = self.last = (
-                (lines, memory, self.exact),
-                rg.Reversible(updates, memory=memory, exact=self.exact),
-            )
-        taken = {outer for line in lines for outer in line.route.values()}
-        return last[1](
-            streams, **{name: _own(value) for name, value in kwargs.items() if name in taken}
-        )
+            built = (built_from, rg.Reversible(program, memory=memory, exact=self.exact))
+            self._built = built
+        return built[1]
 
 
-def _own(value: Any) -> Any:
-    """Masks are copied: packages of this family edit them in place after the call, and recompute
-    must see what forward saw.
+def _copy_mask(value: Any) -> Any:
+    """A copy of a mask or index tensor; any other value as it is.
+
+    These packages edit masks in place after the call, and recompute must see what forward saw.
     """
     if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
         return value
-    distinct = tuple(
-        slice(0, 1) if stride == 0 else slice(None) for stride in value.stride()
-    )  # an expanded mask stays one
+    # A dimension of stride 0 is expanded: copy one element of it and expand the copy.
+    distinct = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())
     return value[distinct].clone().expand(value.shape)
 
 
 @dataclass(frozen=True)
-class Signalled:
-    """A function that is told which block it is in, and whether it is recomputed."""
+class WithSignal:
+    """A function that is also given its block's number and whether the call is a recompute."""
 
-    fn: Callable[..., Any]
+    fn: Function
     depth: int | None
 
     def __call__(self, x: Any, **kwargs: Any) -> Any:
-        return self.fn(x, **{**kwargs, "_reverse": rg.is_recomputing(), "_depth": self.depth})
+        kwargs["_reverse"] = rg.is_recomputing()
+        kwargs["_depth"] = self.depth
+        return self.fn(x, **kwargs)
 
 
-class Pair(nn.Module):
-    """A block `y1 = x1 + f(x2)`, `y2 = x2 + g(y1)`, of functions in `Deterministic`."""
+class PairBlock(nn.Module):
+    """A block `y1 = x1 + f(x2)`, `y2 = x2 + g(y1)`, with both functions in `Deterministic`."""
 
-    def __init__(self, f: Callable[..., Any], g: Callable[..., Any]) -> None:
+    def __init__(self, f: Function, g: Function) -> None:
         super().__init__()
         self.f = Deterministic(f)
         self.g = Deterministic(g)
         self.engine = Engine()
 
-    def lines(self, f_names: Mapping[str, str], g_names: Mapping[str, str]) -> list[Line]:
-        """Its updates, given the keyword arguments of each function: what it calls them, and what
-        the caller does.
-        """
+    def updates(self, f_names: ArgumentNames, g_names: ArgumentNames) -> list[UpdateSpec]:
+        """The two updates, given the names of the keyword arguments of f and of g."""
         return [
-            Line("x1", self.f, ("x2",), dict(f_names)),
-            Line("x2", self.g, ("x1",), dict(g_names)),
+            UpdateSpec("x1", self.f, ("x2",), f_names),
+            UpdateSpec("x2", self.g, ("x1",), g_names),
         ]
 
     def run(
-        self, x1: Any, x2: Any, f_args: Mapping[str, Any], g_args: Mapping[str, Any]
-    ) -> tuple[Any, Any]:
-        """The block alone."""
-        lines = self.lines(
-            {name: f"f_{name}" for name in f_args}, {name: f"g_{name}" for name in g_args}
-        )
-        kwargs = {f"f_{k}": v for k, v in f_args.items()} | {f"g_{k}": v for k, v in g_args.items()}
-        streams = self.engine(lines, {"x1": x1, "x2": x2}, kwargs)
+        self, x1: Stream, x2: Stream, f_args: Mapping[str, Any], g_args: Mapping[str, Any]
+    ) -> tuple[Stream, Stream]:
+        """Run this block by itself."""
+        f_names = {name: f"f_{name}" for name in f_args}
+        g_names = {name: f"g_{name}" for name in g_args}
+        kwargs = {f_names[name]: value for name, value in f_args.items()}
+        kwargs |= {g_names[name]: value for name, value in g_args.items()}
+        streams = self.engine(self.updates(f_names, g_names), {"x1": x1, "x2": x2}, kwargs)
         return streams["x1"], streams["x2"]
 
 
-class SplitPair(Pair):
-    """A pair on the two halves of a tensor along `dim`."""
+class SplitBlock(PairBlock):
+    """A block whose streams are the two halves of a tensor along `dim`."""
 
     dim: int
 
@@ -179,15 +183,17 @@ class SplitPair(Pair):
         self, x: Tensor, f_args: Mapping[str, Any] = {}, g_args: Mapping[str, Any] = {}
     ) -> Tensor:
         streams = rg.Split(self.dim)
-        return streams.join(*self.run(*streams.split(x), f_args, g_args))
+        x1, x2 = streams.split(x)
+        y1, y2 = self.run(x1, x2, f_args, g_args)
+        return streams.join(y1, y2)
 
 
-class PlainPair(nn.Module):
-    """The same block in plain autograd, and without `Deterministic`."""
+class PlainBlock(nn.Module):
+    """The same block in plain autograd, without `Deterministic`."""
 
     dim: int
 
-    def __init__(self, f: Callable[..., Any], g: Callable[..., Any]) -> None:
+    def __init__(self, f: Function, g: Function) -> None:
         super().__init__()
         self.f = f
         self.g = g
@@ -195,13 +201,14 @@ class PlainPair(nn.Module):
     def forward(self, x: Tensor, f_args: Mapping[str, Any], g_args: Mapping[str, Any]) -> Tensor:
         x1, x2 = x.chunk(2, self.dim)
         y1 = x1 + self.f(x2, **f_args)
-        return torch.cat((y1, x2 + self.g(y1, **g_args)), self.dim)
+        y2 = x2 + self.g(y1, **g_args)
+        return torch.cat((y1, y2), self.dim)
 
 
-def routed(
+def route_names(
     arg_route: Iterable[bool], kwargs: Mapping[str, Any]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """What f and g get of the keyword arguments: all of them or none."""
-    names = {name: name for name in kwargs}
+) -> tuple[ArgumentNames, ArgumentNames]:
+    """The names of the arguments that f gets, and those that g gets: all of them or none."""
     to_f, to_g = arg_route
+    names = {name: name for name in kwargs}
     return (names if to_f else {}), (names if to_g else {})

@@ -1,63 +1,71 @@
-"""reformer-pytorch's reversible layers: the caller doubles the input, blocks split it along axis 2,
-and the output stays doubled.
+"""The reversible layers of reformer-pytorch.
+
+The caller doubles the input, blocks split it along axis 2, and the output stays doubled.
 
 *Same*: names, signatures, defaults, state-dict keys (`blocks.0.f.net.…`, and `irrev_blocks.0.f.…`
-for the same functions), outputs, gradients, random draws; `layer_dropout` (at least one block
-survives), `reverse_thres` (inputs up to that length take the ordinary path), `send_signal`
-(functions get `_reverse`, true when recomputed, and `_depth`), `arg_route` at the call.
+for the same functions), outputs, gradients and random draws; `layer_dropout` (at least one block
+survives); `reverse_thres` (inputs up to that length run in plain autograd); `send_signal`
+(functions get `_reverse`, true in recompute, and `_depth`); `arg_route` at the call.
 
-*Differs*: an input that needs no gradient, backward in `eval()`, several forwards before a
-backward, `autograd.grad`, double backward, DDP and autocast work; buffers are updated once; layer
-dropout on short inputs has gradients; the backward of whatever made a keyword argument runs once,
-not once a block; g of the last block is not recomputed, so it gets no `_reverse=True`; blocks have
-no `backward_pass`, because autograd walks back itself, and are not called: hooks and `fully_shard`
-belong on `f` and `g`.
+*Differs*:
+
+- These work: an input that needs no gradient, backward in `eval()`, several forwards before a
+  backward, `autograd.grad`, double backward, DDP and autocast.
+- Buffers are updated once.
+- Layer dropout on short inputs has gradients.
+- The backward of the module that produced a keyword argument runs once, not once per block.
+- g of the last block is not recomputed, so it gets no `_reverse=True`.
+- Blocks have no `backward_pass`, because autograd runs the backward. The sequence does not call
+  its blocks, so hooks and `fully_shard` belong on `f` and `g`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import retrograd as rg
+from retrograd.compat.pairs import (
+    ArgumentNames,
+    Engine,
+    Function,
+    PlainBlock,
+    SplitBlock,
+    UpdateSpec,
+    WithSignal,
+    route_names,
+)
 from retrograd.compat.pairs import Deterministic as Deterministic
-from retrograd.compat.pairs import Engine, Line, PlainPair, Signalled, SplitPair, routed
 
 
-class ReversibleBlock(SplitPair):
+class ReversibleBlock(SplitBlock):
     dim = 2
 
     def __init__(
-        self,
-        f: Callable[..., Any],
-        g: Callable[..., Any],
-        depth: int | None = None,
-        send_signal: bool = False,
+        self, f: Function, g: Function, depth: int | None = None, send_signal: bool = False
     ) -> None:
         super().__init__(f, g)
         self.depth = depth
         self.send_signal = send_signal
 
-    def lines(self, f_names: Any, g_names: Any) -> list[Line]:
-        lines = super().lines(f_names, g_names)
-        return (
-            [line._replace(fn=Signalled(line.fn, self.depth)) for line in lines]
-            if self.send_signal
-            else lines
-        )
+    def updates(self, f_names: ArgumentNames, g_names: ArgumentNames) -> list[UpdateSpec]:
+        updates = super().updates(f_names, g_names)
+        if not self.send_signal:
+            return updates
+        return [update._replace(fn=WithSignal(update.fn, self.depth)) for update in updates]
 
 
-class IrreversibleBlock(PlainPair):
+class IrreversibleBlock(PlainBlock):
     dim = 2
 
 
 class ReversibleSequence(nn.Module):
     def __init__(
         self,
-        blocks: Iterable[Any],
+        blocks: Iterable[tuple[Function, Function]],
         layer_dropout: float = 0.0,
         reverse_thres: int = 0,
         send_signal: bool = False,
@@ -76,18 +84,33 @@ class ReversibleSequence(nn.Module):
         self, x: Tensor, arg_route: tuple[bool, bool] = (True, False), **kwargs: Any
     ) -> Tensor:
         reverse = x.shape[1] > self.reverse_thres
-        dropping = self.training and self.layer_dropout > 0
-        if not reverse and not dropping:
-            f_args, g_args = (kwargs if route else {} for route in arg_route)
-            for block in self.irrev_blocks:
-                x = block(x, f_args, g_args)
-            return x
-        blocks: list[Any] = list(self.blocks)
-        if dropping:
-            drop = (torch.empty(len(blocks)).uniform_(0, 1) < self.layer_dropout).tolist()
-            blocks = [block for block, dropped in zip(blocks, drop) if not dropped] or blocks[:1]
-        streams, names = rg.Split(2), routed(arg_route, kwargs)
-        x1, x2 = streams.split(x)
-        lines = [line for block in blocks for line in block.lines(*names)]
-        state = self.engine(lines, {"x1": x1, "x2": x2}, kwargs, reverse)
-        return streams.join(state["x1"], state["x2"])
+        drop_layers = self.training and self.layer_dropout > 0
+        if not reverse and not drop_layers:
+            return self._plain_forward(x, arg_route, kwargs)
+        blocks = cast("Sequence[ReversibleBlock]", list(self.blocks))
+        if drop_layers:
+            blocks = self._without_dropped(blocks)
+        f_names, g_names = route_names(arg_route, kwargs)
+        updates = []
+        for block in blocks:
+            updates += block.updates(f_names, g_names)
+        halves = rg.Split(2)
+        x1, x2 = halves.split(x)
+        streams = self.engine(updates, {"x1": x1, "x2": x2}, kwargs, reverse)
+        return halves.join(streams["x1"], streams["x2"])
+
+    def _plain_forward(
+        self, x: Tensor, arg_route: tuple[bool, bool], kwargs: dict[str, Any]
+    ) -> Tensor:
+        to_f, to_g = arg_route
+        f_args = kwargs if to_f else {}
+        g_args = kwargs if to_g else {}
+        for block in self.irrev_blocks:
+            x = block(x, f_args, g_args)
+        return x
+
+    def _without_dropped(self, blocks: Sequence[ReversibleBlock]) -> Sequence[ReversibleBlock]:
+        """The blocks that layer dropout leaves, at least one."""
+        dropped = (torch.empty(len(blocks)).uniform_(0, 1) < self.layer_dropout).tolist()
+        kept = [block for block, is_dropped in zip(blocks, dropped) if not is_dropped]
+        return kept or blocks[:1]

@@ -9,7 +9,11 @@ facts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import frexp, inf, isfinite
+from math import (
+    frexp,
+    inf,
+    isfinite,
+)
 from typing import Any
 
 
@@ -56,12 +60,14 @@ def explain(
 
 def note(error: Exception, where: str, reads: Sequence[tuple[str, Sequence[Any]]]) -> None:
     """Add to a user's exception, which stays as it is, in which update it came up."""
-    if hasattr(error, "add_note") and not isinstance(error, RetrogradError):  # Python 3.11
-        streams = [
-            f"{name}: {', '.join(f'{str(t.dtype)[6:]}{list(t.shape)}' for t in leaves)}"
-            for name, leaves in reads
-        ]
-        error.add_note(f"in {where}, which reads {'; '.join(streams) or 'no stream'}")  # type: ignore[attr-defined]
+    add_note = getattr(error, "add_note", None)  # Python 3.11
+    if add_note is None or isinstance(error, RetrogradError):
+        return
+    streams = []
+    for name, leaves in reads:
+        kinds = [f"{str(leaf.dtype)[6:]}{list(leaf.shape)}" for leaf in leaves]
+        streams.append(f"{name}: {', '.join(kinds)}")
+    add_note(f"in {where}, which reads {'; '.join(streams) or 'no stream'}")
 
 
 def misfit(where: str, returned: str, fix: str) -> RetrogradError:
@@ -91,10 +97,14 @@ def out_of_range(
     return explain(GridError, where, what, why, ", or ".join(fixes) + ".")
 
 
-def drifted(where: str, stream: str, error: float, limit: float) -> RetrogradError:
+def drifted(
+    where: str,
+    stream: str,
+    error: float,
+    limit: float,
+) -> RetrogradError:
     what = (
-        f"rebuilt stream {stream!r} is off by {error:.0e} of its size; healthy networks of "
-        "this "
+        f"rebuilt stream {stream!r} is off by {error:.0e} of its size; healthy networks of this "
         f"dtype stay below {limit:.0e}."
     )
     why = (
@@ -102,8 +112,8 @@ def drifted(where: str, stream: str, error: float, limit: float) -> RetrogradErr
         "recompute."
     )
     fix = (
-        "rg.check(model, x) tells which. exact=True restores every bit; rg.Additive() and a "
-        "wider stream_dtype drift less."
+        "rg.check(model, x) tells which. exact=True restores every bit; rg.Additive() and a wider "
+        "stream_dtype drift less."
     )
     return explain(DriftError, where, what, why, fix)
 
@@ -195,8 +205,7 @@ def in_inference_mode() -> RetrogradError:
 
 def edited_buffer(where: str, name: str, versions: tuple[int, int]) -> RetrogradError:
     what = (
-        f"needs buffer {name!r} as forward saw it (version {versions[0]}), but it is at "
-        "version "
+        f"needs buffer {name!r} as forward saw it (version {versions[0]}), but it is at version "
         f"{versions[1]}."
     )
     why = "the function would be recomputed with another buffer than it ran with."
@@ -228,7 +237,12 @@ def inverse_in_place(where: str, coupling: str) -> RetrogradError:
     )
 
 
-def replaced_stream(where: str, stream: str, before: str, after: str) -> RetrogradError:
+def replaced_stream(
+    where: str,
+    stream: str,
+    before: str,
+    after: str,
+) -> RetrogradError:
     what = (
         f"a hook on the block replaced stream {stream!r}: {before} became "
         f"{'another' if before == after else after}."
@@ -289,8 +303,7 @@ def wrong_arrival(
         "grew on the way (momentum, affine)."
     )
     fix = (
-        "rg.check(model, x) tells which; leave such state alone with rg.is_recomputing(); "
-        "prefer "
+        "rg.check(model, x) tells which; leave such state alone with rg.is_recomputing(); prefer "
         "exact=True or wider streams."
     )
     return explain(RecomputeError, f"the walk back to {where}", what, why, fix)
@@ -304,8 +317,8 @@ def other_recompute(where: str, then: list[Any], now: list[Any]) -> RetrogradErr
     return RecomputeError(
         f"{where} saved {len(then)} tensors in forward and {len(now)} in recompute.\n"
         f"  First difference: forward saved {a}, recompute {b}.\n"
-        "  Usual causes: a cache that grows on each call, Python's or NumPy's random, routing that "
-        "depends on rounding;\n"
+        "  Usual causes: a cache that grows on each call, Python's or NumPy's random, routing "
+        "that depends on rounding;\n"
         "  an attribute (an adapter, a flag) or a backend (sdpa_kernel) that was another one when "
         "forward ran.\n"
         "  Fix: rg.check(model, x) names it; rg.is_recomputing() lets the function leave such "

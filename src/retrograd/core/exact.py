@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from retrograd.core.updates import Additive
 
 _SIGNIFICAND = {torch.float32: 24, torch.float64: 53}
 _DEFAULT_BITS = {torch.float32: 12, torch.float64: 32}
+_STREAM_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+DriftAction = Literal["warn", "raise", "ignore"]
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ class Grid:
         if self.bits is not None and not (type(self.bits) is int and 0 <= self.bits < most):
             more = "" if self.dtype == torch.float64 else "; with dtype=torch.float64, to 52"
             raise ValueError(
-                f"Grid(bits={self.bits!r}): bits is a whole number from 0 to {most - 1}{more}. Try "
-                "Grid(bits=12)."
+                f"Grid(bits={self.bits!r}): bits is a whole number from 0 to {most - 1}{more}. "
+                "Try Grid(bits=12)."
             )
 
     def bits_of(self, dtype: torch.dtype) -> int:
@@ -130,54 +133,57 @@ class OnGrid(Additive):
 class Precision:
     """How exactly a stack rebuilds its streams: `exact`, `drift` and `stream_dtype`, checked."""
 
-    def __init__(self, exact: Any, drift: str, stream_dtype: torch.dtype | None) -> None:
-        if not isinstance(exact, (bool, Grid)):
-            raise TypeError(f"exact={exact!r}: pass True, False or rg.Grid(bits=..., dtype=...).")
-        if drift not in ("warn", "raise", "ignore"):
-            raise ValueError(f'drift={drift!r}: choose "warn", "raise" or "ignore".')
-        if stream_dtype is not None and stream_dtype not in (
-            torch.float64,
-            torch.float32,
-            torch.float16,
-            torch.bfloat16,
-        ):
-            raise TypeError(
-                f"stream_dtype={stream_dtype!r}: pass a floating-point dtype, such as "
-                "torch.float32."
-            )
-        self.exact, self.stream_dtype = exact, stream_dtype  # as given
+    def __init__(
+        self,
+        exact: bool | Grid,
+        drift: DriftAction,
+        stream_dtype: torch.dtype | None,
+    ) -> None:
+        _check_arguments(exact, drift, stream_dtype)
+        self.exact = exact
+        self.drift: DriftAction = drift
+        self.stream_dtype = stream_dtype
         self.grid = Grid() if exact is True else exact or None
-        self.drift = drift
-        self.width = stream_dtype or torch.float32
-        if self.grid is None:
-            return
-        if self.width not in _SIGNIFICAND or (
-            stream_dtype and self.grid.dtype not in (None, stream_dtype)
-        ):
+        self.width = stream_dtype or torch.float32  # streams are at least this wide
+        if self.grid is not None:
+            self._check_grid(self.grid)
+            self.on_grid = OnGrid(self.grid)
+            self.width = self.grid.dtype or self.width
+
+    def _check_grid(self, grid: Grid) -> None:
+        is_other = self.stream_dtype is not None and grid.dtype not in (None, self.stream_dtype)
+        if self.width not in _SIGNIFICAND or is_other:
             raise ValueError(
-                f"stream_dtype={stream_dtype} with exact={exact!r}: streams on a grid are float32 "
-                "or float64, not both."
+                f"stream_dtype={self.stream_dtype} with exact={self.exact!r}: streams on a grid "
+                "are float32 or float64, not both."
             )
-        self.on_grid = OnGrid(self.grid)
-        self.width = self.grid.dtype or self.width
 
     def __str__(self) -> str:
-        exact = "" if self.grid is None else f", exact={self.grid!r}"
-        width = "" if self.width == torch.float32 or exact else f", stream_dtype={self.width}"
-        return exact + width + ("" if self.drift == "warn" else f", drift={self.drift!r}")
+        """The settings that are not the default, for `repr` of a stack."""
+        text = ""
+        if self.grid is not None:
+            text += f", exact={self.grid!r}"
+        elif self.width != torch.float32:
+            text += f", stream_dtype={self.width}"
+        if self.drift != "warn":
+            text += f", drift={self.drift!r}"
+        return text
 
-    def coupling(self, coupling: Any, where: str) -> Any:
-        """The coupling, on the grid if there is one; an error for one that multiplies."""
+    def coupling(
+        self,
+        coupling: Any,
+        where: str,
+    ) -> Any:
+        """The coupling, on the grid if there is one. Raises for one that cannot be exact."""
         if self.grid is None:
             return coupling
         if type(coupling) is Additive:
             return self.on_grid
         raise ValueError(
             f"{where}: exact reversal needs additive couplings, and this one is {coupling!r}. "
-            "Multiplying a stream by anything "
-            "but a power of two loses bits that no later step brings back. Use rg.Additive(), or "
-            "exact=False with drift='raise' "
-            "to be told when rounding errors grow."
+            "Multiplying a stream by anything but a power of two loses bits that no later step "
+            "brings back. Use rg.Additive(), or exact=False with drift='raise' to be told when "
+            "rounding errors grow."
         )
 
     def stream(self, leaf: Tensor) -> Tensor:
@@ -185,6 +191,22 @@ class Precision:
         if not (leaf.is_floating_point() or leaf.is_complex()):
             return leaf
         dtype = torch.promote_types(leaf.dtype, self.width)
-        # Plus zero: -0.0 would come back as 0.0, and a function may tell them apart. No update
-        # makes another one.
-        return leaf.to(dtype) if self.grid is None else self.grid.round(leaf, dtype) + 0.0
+        if self.grid is None:
+            return leaf.to(dtype)
+        # Plus zero: -0.0 would be rebuilt as 0.0, and a function may tell them apart.
+        return self.grid.round(leaf, dtype) + 0.0
+
+
+def _check_arguments(
+    exact: object,
+    drift: object,
+    stream_dtype: object,
+) -> None:
+    if not isinstance(exact, (bool, Grid)):
+        raise TypeError(f"exact={exact!r}: pass True, False or rg.Grid(bits=..., dtype=...).")
+    if drift not in ("warn", "raise", "ignore"):
+        raise ValueError(f'drift={drift!r}: choose "warn", "raise" or "ignore".')
+    if stream_dtype is not None and stream_dtype not in _STREAM_DTYPES:
+        raise TypeError(
+            f"stream_dtype={stream_dtype!r}: pass a floating-point dtype, such as torch.float32."
+        )

@@ -1,105 +1,133 @@
-"""Which updates are kept and which are rebuilt: a plan, as data. No tensors here.
+"""Memory modes: what a call keeps for backward. A plan is data; there are no tensors here.
 
-A plan cuts the program once. Updates before the cut are rebuilt in backward; those from the cut on
-are *kept*: they run as ordinary autograd code, whose saved tensors backward needs first and frees
-first, so that is where kept bytes are best spent. Before the cut, a plan may choose to keep
-something of an update, so that less of it has to run again.
+A plan cuts the program once. Updates before the cut are rebuilt in backward. Updates from the cut
+on are *kept*: they run as plain autograd. Backward needs their tensors first and frees them first,
+so that is where kept bytes are best spent. Before the cut, a plan may keep parts of an update, so
+that less of it has to run again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import (
+    Any,
+    NamedTuple,
+    Protocol,
+)
+
+Operation = tuple[Any, int]  # an operation, and which of its calls inside a function
 
 
 class Choice(NamedTuple):
-    """What is kept of an update that is rebuilt."""
+    """What is kept of an update that is rebuilt.
 
-    # what its function returned: the recompute may stop when all that autograd needs is there
+    - `output`: what its function returned. Recompute may stop as soon as autograd has its tensors.
+    - `operations`: what these operations inside the function returned. They do not run again.
+    - `streams`: all streams before it. Backward continues with them, so drift starts from zero.
+    """
+
     output: bool = False
-    operations: frozenset[tuple[Any, int]] = (
-        frozenset()
-    )  # outputs of these, each the n-th call of its kind: not run again
-    # all streams before it: the walk back takes them up, and whatever drifted is right again
+    operations: frozenset[Operation] = frozenset()
     streams: bool = False
 
 
-class Watcher(Protocol):
-    """Looks at a forward pass, to plan the next one."""
-
-    def watch(self, index: int, frame: Any, parameters: Sequence[Any]) -> Any: ...
-    def note(
-        self,
-        index: int,
-        saved: Sequence[Any],
-        by_fn: int,
-        parts: Any,
-        parameters: Sequence[Any],
-        streams: Sequence[Any],
-    ) -> None: ...
-    def finish(self, state: Mapping[str, Sequence[Any]]) -> None: ...
+NOTHING = Choice()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A program's cut: rebuilt up to `spare`; kept from `kept` on; in between kept if that does not
-    raise the peak.
+    """What one call keeps.
+
+    Args:
+        keep_from: the number of the first update that is kept. 0 keeps everything; the number of
+            updates keeps nothing.
+        choices: what is kept of single updates before that.
+        keep_if_free_from: updates from here to `keep_from` are kept too, if that leaves the peak of
+            the step where it is. None: they are rebuilt.
     """
 
-    spare: int
-    kept: int
-    choices: Mapping[int, Choice] = field(
-        default_factory=dict
-    )  # by update, before the cut; others keep nothing
-    watcher: Watcher | None = None
-    waypoints: Callable[..., Any] | None = None  # in place of `waypoints.Waypoints`
+    keep_from: int
+    choices: Mapping[int, Choice] = field(default_factory=dict)
+    keep_if_free_from: int | None = None
 
     @property
     def sample(self) -> range:
-        """The updates just before `spare`, as many as lie between the cuts: they tell what keeping
-        those would cost.
+        """The updates that tell what keeping those of `keep_if_free_from` would cost.
+
+        They are the updates just before, as many as those are.
         """
-        first = self.spare - (self.kept + 1 - self.spare)
-        return range(first, self.spare) if first >= 0 else range(0)
+        if self.keep_if_free_from is None:
+            return range(0)
+        first = 2 * self.keep_if_free_from - self.keep_from - 1
+        return range(first, self.keep_if_free_from) if first >= 0 else range(0)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a stack, as a memory mode sees it."""
+
+    targets: Sequence[str]  # the stream that each update changes
+    profile: Any = None  # a `retrograd.profile.Profile` of such a call, for modes that ask for it
+    accumulates: bool = False  # parameters have gradients already, of an earlier backward
+
+
+class MemoryMode(Protocol):
+    """What `memory=` takes: an object that plans each call. Write your own with this method.
+
+    A mode with an attribute `needs_profile = True` finds the measured bytes and times of such a
+    call in `call.profile`. For that, the first call of each shape keeps nothing and is measured.
+    Where a call cannot be measured, `call.profile` is None.
+
+    Example:
+        >>> class KeepSecondHalf:
+        ...     def plan(self, call):
+        ...         return rg.Plan(keep_from=len(call.targets) // 2)
+        >>> pairs = [(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(4)]
+        >>> stack = rg.ReversibleSequence(pairs, memory=KeepSecondHalf())
+        >>> stack(torch.randn(2, 8)).sum().backward()
+    """
+
+    def plan(self, call: Call, /) -> Plan:
+        """The plan of one call."""
+        ...
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Plain autograd: store everything. Fastest, and the oracle that every other mode is tested
-    against.
-    """
+    """Plain autograd: store everything. Fastest, and what every other mode is tested against."""
+
+    def plan(self, call: Call) -> Plan:
+        return Plan(keep_from=0)
 
 
 @dataclass(frozen=True)
 class Reverse:
-    """Rebuild everything: activation memory does not grow with depth; a step costs 4/3 - 1/(3L) of
-    plain autograd.
+    """Rebuild everything: activation memory does not grow with depth.
 
-    The last block is free, because backward needs its graph first thing: it is kept, not rebuilt.
-    Its last update is always kept. The others of the block are kept as long as their bytes are at
-    most those of the gradients that backward is still going to create, for then they are gone
-    before the step reaches its peak (`keep_last=False` keeps nothing, for a model whose loss, not
-    its stack, sets the peak).
+    A step costs 4/3 - 1/(3L) of plain autograd, because the last block is kept: backward needs its
+    graph first thing. The last update is always kept. The other updates of the block are kept as
+    long as their bytes are at most those of the gradients that backward is still going to create,
+    because then they are gone before the step reaches its peak. `keep_last=False` keeps nothing,
+    for a model whose loss sets the peak, not its stack.
     """
 
     keep_last: bool = True
 
-    def plan(self, targets: Sequence[str], *_: Any) -> Plan:
-        """The cut for a program, given the target of each of its updates."""
-        n = len(targets)
+    def plan(self, call: Call) -> Plan:
+        updates = len(call.targets)
         if not self.keep_last:
-            return Plan(n, n)
-        return Plan(last_block(targets), max(n - 1, 0))
+            return Plan(keep_from=updates)
+        return Plan(max(updates - 1, 0), keep_if_free_from=last_block(call.targets))
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """`Reverse`, and the streams are kept before every `every`-th block: the walk back takes them
-    up there.
+    """`Reverse`, and the streams are kept before every `every`-th block.
 
-    So rounding errors add up over `every` blocks at most, however deep the stack is. It costs one
-    state, two streams for a stack of pairs, every so many blocks; recompute stays as it is.
+    Backward continues with them there, so rounding errors add up over `every` blocks at most,
+    however deep the stack is. It costs one state (two streams of a stack of pairs) every so many
+    blocks. Recompute stays as it is.
     """
 
     every: int
@@ -112,16 +140,34 @@ class Anchor:
                 "instance Anchor(every=16)."
             )
 
-    def plan(self, targets: Sequence[str], *_: Any) -> Plan:
-        plan = Reverse(self.keep_last).plan(targets)
-        at = [
-            start for start in block_starts(targets)[self.every :: self.every] if start < plan.kept
-        ]
-        return Plan(plan.spare, plan.kept, dict.fromkeys(at, Choice(streams=True)))
+    def plan(self, call: Call) -> Plan:
+        plan = Reverse(self.keep_last).plan(call)
+        starts = block_starts(call.targets)[self.every :: self.every]
+        anchors = [start for start in starts if start < plan.keep_from]
+        choices = dict.fromkeys(anchors, Choice(streams=True))
+        return Plan(plan.keep_from, choices, plan.keep_if_free_from)
+
+
+def plan_of(memory: MemoryMode, call: Call) -> Plan:
+    """The plan that a memory mode makes for a call. Raises if it does not fit the program."""
+    plan = memory.plan(call)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"{memory!r}.plan(call) returned {plan!r:.80}; it must return an rg.Plan.")
+    updates = len(call.targets)
+    numbers = [*plan.choices, plan.keep_from]
+    if plan.keep_if_free_from is not None:
+        numbers.append(plan.keep_if_free_from)
+    wrong = [number for number in numbers if not 0 <= number <= updates]
+    if wrong:
+        raise ValueError(
+            f"{memory!r}.plan(call) returned {plan!r:.200}: update {wrong[0]} does not exist, the "
+            f"program has updates 0 to {updates - 1}."
+        )
+    return plan
 
 
 def block_starts(targets: Sequence[str]) -> list[int]:
-    """Where blocks start: a block is as long as no stream is updated twice."""
+    """Where blocks start. A block goes on as long as no stream is updated twice."""
     starts: list[int] = []
     seen: set[str] = set()
     for i, target in enumerate(targets):
@@ -140,10 +186,10 @@ def last_block(targets: Sequence[str]) -> int:
     return start
 
 
-def is_spare(sample: Sequence[int], gradients_to_come: int) -> bool:
-    """Whether keeping a block that saves these bytes per update leaves the peak where it is.
+def is_free(sample: Sequence[int], gradients_to_come: int) -> bool:
+    """Whether keeping a block whose updates save these bytes leaves the peak where it is.
 
-    Rebuilding holds the largest update's bytes anyway, when all gradients exist. Keeping the block
-    holds the others' too, but before the first gradient exists.
+    Rebuilding holds the bytes of the largest update anyway, when all gradients exist. Keeping the
+    block holds the bytes of the others too, but before the first gradient exists.
     """
     return bool(sample) and sum(sample) - max(sample) <= gradients_to_come

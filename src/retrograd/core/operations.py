@@ -1,31 +1,35 @@
 """Keeping what single operations inside a function returned, so that they need not run again.
 
-As torch's selective checkpointing does
-(`torch.utils.checkpoint.create_selective_checkpoint_contexts`), with two differences that a
-recompute inside backward needs: an operation that forward did not run simply runs (autocast casts a
-shared weight once in forward and twice in recompute), and a graph may be walked twice. Where an
-operation stands elsewhere in the function than in forward, has inputs of other shapes, or what it
-had returned was written to since, it runs as well.
+This is what selective checkpointing of torch does (`create_selective_checkpoint_contexts`), with
+two differences that a recompute inside backward needs. An operation that forward did not run simply
+runs (autocast casts a shared weight once in forward and twice in recompute). And a graph may be
+walked twice. An operation also runs again if it stands elsewhere in the function than in forward,
+if its inputs have other shapes, or if what it had returned was edited since.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from retrograd.core.memory import Operation
 from retrograd.core.private import DispatchMode
-from retrograd.core.streams import Spec, flatten, unflatten
+from retrograd.core.saved import Saved
+from retrograd.core.streams import (
+    Spec,
+    flatten,
+    unflatten,
+)
+from retrograd.core.tensors import ShapeAndDtype, shape_and_dtype
 
-Operation = tuple[Any, int]  # an operation, and which of its calls
 
-
-class Kept(NamedTuple):
-    saves: int  # how many tensors autograd had saved before: where in the function it was
-    inputs: list[Any]  # shapes and dtypes
-    leaves: list[Any]  # what it returned, outside the graph
+class KeptOperation(NamedTuple):
+    position: int  # how many tensors autograd had saved before it: where in the function it was
+    inputs: list[ShapeAndDtype]
+    leaves: list[Any]  # what it returned, with each tensor as a `Saved`
     spec: Spec
-    versions: list[int]
 
 
 class KeepOperations(DispatchMode):
@@ -33,51 +37,77 @@ class KeepOperations(DispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, chosen: frozenset[Operation], frame: Any) -> None:
+    def __init__(
+        self,
+        chosen: frozenset[Operation],
+        saved: Sized,
+    ) -> None:
         super().__init__()
         self.chosen = chosen
-        self.frame = frame
+        self.saved = saved  # what autograd has saved of the function so far
         self.calls: dict[Any, int] = {}
-        self.kept: dict[Operation, Kept] = {}
+        self.kept: dict[Operation, KeptOperation] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         number = self.calls[func] = self.calls.get(func, -1) + 1
         if (func, number) in self.chosen:
             leaves, spec = flatten(result)
-            leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            self.kept[func, number] = Kept(
-                len(self.frame.store), _shapes(args), leaves, spec, _versions(leaves)
-            )
+            leaves = [Saved(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            kept = KeptOperation(len(self.saved), _shapes(args), leaves, spec)
+            self.kept[func, number] = kept
         return result
 
 
 class ReuseOperations(DispatchMode):
-    """While active, operations that were kept return what they did then."""
+    """While active, operations that were kept return what they returned then."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, kept: dict[Operation, Kept], recount: Any) -> None:
+    def __init__(
+        self,
+        kept: dict[Operation, KeptOperation],
+        saved: Sized,
+    ) -> None:
         super().__init__()
         self.kept = kept
-        self.recount = recount
+        self.saved = saved
         self.calls: dict[Any, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         number = self.calls[func] = self.calls.get(func, -1) + 1
         kept = self.kept.get((func, number))
-        if kept is None or kept.saves != len(self.recount.store):
+        if kept is None or not self._is_same(kept, args):
             return func(*args, **(kwargs or {}))
-        if kept.inputs != _shapes(args) or kept.versions != _versions(kept.leaves):
-            return func(*args, **(kwargs or {}))
-        return unflatten(
-            [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in kept.leaves], kept.spec
-        )
+        leaves = [leaf.content.detach() if _is_saved(leaf) else leaf for leaf in kept.leaves]
+        return unflatten(leaves, kept.spec)
+
+    def _is_same(
+        self,
+        kept: KeptOperation,
+        args: Any,
+    ) -> bool:
+        """Whether this is the operation that was kept, and what it returned is unchanged."""
+        if kept.position != len(self.saved) or kept.inputs != _shapes(args):
+            return False
+        return not any(leaf.is_edited for leaf in kept.leaves if _is_saved(leaf))
 
 
-def _shapes(args: Any) -> list[Any]:
-    return [(leaf.shape, leaf.dtype) for leaf in flatten(args)[0] if isinstance(leaf, Tensor)]
+def _is_saved(leaf: Any) -> bool:
+    return isinstance(leaf, Saved)
 
 
-def _versions(leaves: list[Any]) -> list[int]:
-    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+def _shapes(args: Any) -> list[ShapeAndDtype]:
+    return [shape_and_dtype(leaf) for leaf in flatten(args)[0] if isinstance(leaf, Tensor)]

@@ -1,9 +1,7 @@
-"""What retrograd uses of torch that torch does not document, named once; and what would replace
-each.
+"""The private names of torch that retrograd uses, and which public ones would replace them.
 
-Used here and nowhere else, apart from the dicts of `nn.Module` (`_parameters`, `_buffers`,
-`_modules`), which every library that looks into modules reads. `tests/test_house.py` holds the
-line, `tests/test_private.py` says what each is expected to do.
+They are used here and nowhere else, apart from the dicts of `nn.Module` (`_parameters`, `_buffers`,
+`_modules`). `tests/test_house.py` checks that, `tests/test_private.py` tests each of them.
 """
 
 from __future__ import annotations
@@ -18,6 +16,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_C: Any = torch._C  # its stubs do not have what is used here
+
 # torch has no public pytree module yet; this is the one that its own documentation refers to.
 # `torch.pytree` would replace it.
 pytree = _pytree
@@ -28,12 +28,11 @@ DispatchMode = TorchDispatchMode
 # What `torch.set_grad_enabled` and `torch.autograd.graph.saved_tensors_hooks` call. Every update
 # enters both, in forward and again in backward, and the public ones take 2 us each time, a
 # twentieth of a step of a small network. If they were written in C they would replace these.
-set_grad_mode: Any = torch._C._set_grad_enabled
-push_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks  # type: ignore[attr-defined]
-pop_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks  # type: ignore[attr-defined]
+set_grad_mode: Any = _C._set_grad_enabled
+push_hooks: Any = _C._autograd._push_saved_tensors_default_hooks
+pop_hooks: Any = _C._autograd._pop_saved_tensors_default_hooks
 
-# The parent of every normalisation that keeps running statistics. A public name for it would
-# replace it.
+# The base class of all norms with running statistics. A public name would replace it.
 NormWithStatistics = _NormBase
 
 # `torch.compiler.disable`, except that it does not import the compiler (seconds) before the first
@@ -42,12 +41,11 @@ without_compiler = torch._disable_dynamo
 
 
 def never_compiled(fn: Any) -> Any:
-    """`fn`, which the compiler then leaves alone wherever it meets it; unlike `without_compiler`,
-    at no cost. Not what it calls.
+    """Tell the compiler to skip `fn`, at no cost. It still compiles what `fn` calls.
 
     `torch.compiler.disable(recursive=False)` would replace it, if it did not wrap the function.
     """
-    frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+    frames: Any = _C._dynamo.eval_frame
     frames.set_code_exec_strategy(
         fn.__code__,
         frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT),
@@ -55,9 +53,21 @@ def never_compiled(fn: Any) -> Any:
     return fn
 
 
+@never_compiled
+def is_compiler_active() -> bool:
+    """Whether the compiler looks at the functions that this thread calls.
+
+    `without_compiler` takes microseconds in each call, so it is left out where nothing would be
+    compiled. A public way to ask would replace it.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return _C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
 def break_graph(reason: str) -> None:
-    """Tells a compiler that must not break its graph why it has to. A reason in `without_compiler`
-    would replace it.
+    """Break the graph, and tell a compiler that must not why. A reason in `without_compiler` would
+    replace it.
     """
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=reason)
@@ -73,30 +83,30 @@ CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape and no values: one of `FakeTensorMode`, whose class has no
-    public name.
-    """
+    """Whether a tensor has no values: one of `FakeTensorMode`, whose class has no public name."""
     return type(tensor).__name__ == "FakeTensor"
 
 
-def surrounding_hooks() -> bool:
-    """Whether someone around us (an outer stack, checkpoint) has hooks on saved tensors. A public
-    way to ask would replace it.
+def surrounding_hooks() -> tuple[Any, Any] | None:
+    """The hooks on saved tensors that surround us (of an outer stack, of checkpoint): pack, unpack.
+
+    A public way to ask would replace it.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]
+    return _C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def are_transforms_active() -> bool:
-    """Whether a torch.func transform or forward-mode differentiation is under way. Public ways to
-    ask would replace these.
+    """Whether a torch.func transform or forward-mode differentiation is active.
+
+    Public ways to ask would replace these.
     """
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def storage_users(tensor: Tensor) -> int:
-    """How many tensors have the memory of this one, itself included. A public
-    `UntypedStorage.use_count()` would replace it.
+    """How many tensors use the memory of this one, itself included.
 
-    It counts the storage object made to ask, too.
+    A public `UntypedStorage.use_count()` would replace it. The storage object that is made here
+    counts too, so it is subtracted.
     """
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
+    return _C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1

@@ -1,13 +1,23 @@
-"""One pass of a program over its streams, as ordinary autograd code.
+"""One pass of a program over its streams.
 
-`Run` is plain: forward update by update, or backward with `undo`. `tape.Tape` is the same pass,
-recorded. What both need, to call a function, to check its output and to couple it, are the
-functions at the end.
+Every pass applies an update in the same way:
+
+    output = fn(*reads, **keywords)              `evaluate`: run the function, check its output
+    target = coupling.forward(target, output)    `combine`: the coupling, leaf by leaf
+
+Undoing is the same with `coupling.inverse`. What surrounds an update differs from pass to pass:
+these are the guards (`guard.py`). `Pass` is plain autograd; `tape.Tape` is a pass that autograd can
+walk back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import (
+    Callable,
+    Iterable,
+    Sequence,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -15,360 +25,398 @@ from torch import Tensor
 
 from retrograd.core import errors
 from retrograd.core.exact import Precision
-from retrograd.core.private import are_transforms_active
+from retrograd.core.guard import (
+    NO_GUARDS,
+    Guard,
+    Guards,
+)
 from retrograd.core.streams import (
+    Dtypes,
     Leaves,
     Spec,
-    dense,
-    describe,
+    State,
     flatten,
     flatten_like,
     flatten_stream,
-    local,
+    read,
     unflatten,
 )
-from retrograd.core.updates import TRUSTED, Coupling, WithAux
+from retrograd.core.tensors import (
+    dense,
+    describe,
+    dtype_name,
+)
+from retrograd.core.updates import (
+    TRUSTED,
+    Coupling,
+    WithAux,
+)
 
-Parts = list[tuple[Tensor, ...]]  # for each leaf of the target, what the coupling gets besides it
-Dtypes = (
-    list["torch.dtype | None"] | None
-)  # in which a stream's leaves are read; None: in their own
-State = dict[
-    str, tuple[Tensor, ...]
-]  # each stream's leaves; tuples, so that they change only by being replaced
+Output = list[tuple[Tensor, ...]]  # for each leaf of the target, what the coupling gets besides it
 
 
 class Step(NamedTuple):
-    """One update, ready to run. `keywords` maps what the function calls an argument to what the
-    caller called it.
-    """
+    """One update, ready to run."""
 
     name: str
     target: str
     reads: tuple[str, ...]
     fn: Callable[..., Any]
     coupling: Coupling
-    keywords: dict[str, str]
+    keywords: dict[str, str]  # from the function's name of an argument to the caller's
     returns: tuple[str, ...]  # what the coupling wants from the function
 
 
 Program = Sequence[Step]
 
-# Whoever wants to see what every stack does (`measure`, `checking`): the last one is asked which
-# memory mode a stack has, told of each pass, and makes each call of a function.
-observers: list[Any] = []
+
+class Application:
+    """One update being applied: what goes in, and what comes out."""
+
+    __slots__ = (
+        "arguments",
+        "aux",
+        "index",
+        "inputs",
+        "is_repeatable",
+        "output",
+        "program",
+        "reads",
+        "result",
+        "saved",
+        "saved_by_function",
+        "spec",
+        "state",
+        "step",
+        "target",
+    )
+
+    inputs: list[Tensor]  # the leaves of target and reads, in forward
+    arguments: dict[str, Any]  # the keyword arguments that the function gets
+    output: Output  # what the function returned
+    aux: Sequence[Any]  # what it returned besides
+    result: tuple[Tensor, ...]  # the new value of the target
+    saved: list[Tensor]  # what autograd saved, in forward
+    saved_by_function: int  # how many of them the function saved; the coupling saved the rest
+
+    def __init__(
+        self, program: Program, index: int, state: State, spec: Spec, reads: list[Any]
+    ) -> None:
+        self.program = program
+        self.index = index
+        self.step = step = program[index]
+        self.state = state
+        self.spec = spec  # of the target
+        self.target = state[step.target]
+        self.reads = reads  # what the function gets
+        self.is_repeatable = True  # a guard says False if the function cannot run again
+
+    @property
+    def where(self) -> str:
+        return place(self.program, self.index)
 
 
-class Run:
-    """One pass of `program` over `streams`.
+def place(program: Program, index: int) -> str:
+    """The position of an update, for messages: `update 7 of 48 (blocks.3.g)`."""
+    return f"update {index} of {len(program)} ({program[index].name})"
 
-    Streams are as wide as `precision` says, and on its grid if it has one; functions read them in
-    the dtype that the caller gave.
+
+# --- the one way to apply an update
+
+
+def evaluate(
+    update: Application,
+    keywords: dict[str, Any],
+    guards: Guards,
+) -> None:
+    """Run the function of an update, through its `__call__`, so that hooks on it run."""
+    step = update.step
+    arguments = {}
+    if step.keywords:
+        arguments = {inner: keywords[outer] for inner, outer in step.keywords.items()}
+    if not guards.call:
+        check_output(update, step.fn(*update.reads, **arguments))
+        return
+    update.arguments = arguments
+    run: Callable[[], Any] = functools.partial(step.fn, *update.reads, **arguments)
+    for call in guards.call:
+        run = functools.partial(call, update, run)
+    check_output(update, run())
+
+
+def combine(
+    rule: Callable[..., Tensor],
+    target: Leaves,
+    output: Output,
+) -> tuple[Tensor, ...]:
+    """Apply a rule of a coupling, `forward` or `inverse`, to each leaf of the target."""
+    if len(output) == 1:
+        return (rule(target[0], *output[0]),)  # the usual case
+    return tuple([rule(leaf, *out) for leaf, out in zip(target, output)])
+
+
+class Pass:
+    """One pass of `program` over `streams`, as plain autograd.
+
+    Streams have the width of `precision`, and its grid. Functions read them in the caller's dtype.
     """
+
+    is_recorded = False
 
     def __init__(
         self,
+        program: Program,
         streams: dict[str, Any],
         keywords: dict[str, Any],
-        program: Program,
         precision: Precision,
     ) -> None:
-        self.state: State = {}
-        self.specs: dict[str, Spec] = {}
-        self.given: dict[str, Dtypes] = {}  # by the caller
-        self.dtypes: dict[str, Dtypes] = (
-            self.given
-        )  # in which functions read; others within a block whose hooks cast
-        self.casts: State = {}  # and what such hooks made of the streams
-        self.grid = precision.grid
-        # With a grid: stream, update, dtype, least and largest value after it.
-        self.ranges: list[tuple[str, int | None, torch.dtype, Tensor, Tensor]] = []
-        self.origin = "the input"
-        targets = {step.target for step in program}
-        for name, value in streams.items():
-            leaves, self.specs[name] = flatten_stream(value, name)
-            wide = tuple(map(dense, leaves))
-            if name in targets:  # others are only read: nothing will be rebuilt of them
-                wide = tuple(map(precision.stream, wide))
-            self.state[name] = wide
-            dtypes = [
-                leaf.dtype if leaf.dtype != stream.dtype else None
-                for leaf, stream in zip(leaves, wide)
-            ]
-            self.given[name] = dtypes if any(dtypes) else None
-            if self.grid is not None and name in targets:
-                self.note_range(name, None)
-        self.keywords = keywords
         self.program = program
+        self.keywords = keywords
+        self.grid = precision.grid
         self.index = 0  # of the next update
         self.aux: list[Any] = []
+        self.guards = NO_GUARDS
+        self.state: State = {}
+        self.specs: dict[str, Spec] = {}
+        self.caller_dtypes: dict[str, Dtypes] = {}
+        self.dtypes = self.caller_dtypes  # in which functions read the streams
+        self.casts: State = {}  # streams as hooks on a block cast them: [Note: hooks that cast]
+        targets = {step.target for step in program}
+        for name, value in streams.items():
+            self._open(name, value, precision if name in targets else None)
 
-    def streams(self) -> dict[str, Any]:
-        """The streams as the caller gets them, in the dtypes that it gave."""
-        return {name: self.read(name) for name in self.state}
+    def _open(
+        self,
+        name: str,
+        value: Any,
+        precision: Precision | None,
+    ) -> None:
+        """Make a stream of `value`. Without `precision`: a stream that no update changes."""
+        given, self.specs[name] = flatten_stream(value, name)
+        leaves = tuple(map(dense, given))
+        if precision is not None:
+            leaves = tuple(map(precision.stream, leaves))
+        self.state[name] = leaves
+        dtypes = [old.dtype if old.dtype != new.dtype else None for old, new in zip(given, leaves)]
+        self.caller_dtypes[name] = dtypes if any(dtypes) else None
+
+    def surround(self, guards: Iterable[Guard]) -> None:
+        """Use these guards from now on."""
+        self.guards = Guards(guards)
+
+    def start(self) -> None:
+        """Call this before the first update."""
+        for before_forward in self.guards.before_forward:
+            before_forward(self.state)
+
+    def finish(self) -> None:
+        """Call this after the last update, before the streams are handed out."""
+        for after_forward in self.guards.after_forward:
+            after_forward(self.state)
 
     def read(self, name: str) -> Any:
+        """A stream as functions see it."""
         if name in self.casts:
             return unflatten(self.casts[name], self.specs[name])
         return read(self.state[name], self.specs[name], self.dtypes[name])
 
-    def note_range(self, name: str, index: int | None) -> None:
-        """Remember what a stream holds after update `index`. Looked at in the end, so that a device
-        is waited for only once.
-        """
-        for leaf in self.state[name]:
-            if (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel():
-                self.ranges.append((name, index, leaf.dtype.to_real(), *range_of(leaf)))
+    def streams(self) -> dict[str, Any]:
+        """The streams as the caller gets them, in the dtypes of the input."""
+        return {name: self.read(name) for name in self.state}
 
-    def begin_block(self, state: State) -> None:
-        """Go on from what a block was called with, after the hooks on it ran.
-
-        [Note: hooks that cast] FSDP's mixed precision casts what a module is called with. The sums
-        of a reversible network must stay as wide as they are, so the block's functions read the
-        cast streams, and the updates go on with their own.
-        """
-        casts = {
-            n: ts
-            for n, ts in state.items()
-            if ts is not self.state[n] and any(map(is_cast, ts, self.state[n]))
-        }
-        if casts:
-            state = {
-                name: self.state[name] if name in casts else leaves
-                for name, leaves in state.items()
-            }
-            self.casts = casts
-            self.dtypes = {
-                **self.given,
-                **{name: [t.dtype for t in leaves] for name, leaves in casts.items()},
-            }
-        self.resume(state)
-
-    def end_block(self, state: State) -> None:
-        """Go on from what a block returned, after the hooks on it ran."""
-        self.casts, self.dtypes = {}, self.given
-        self.resume(state)
-
-    def resume(self, state: State) -> None:
-        for name, leaves in (
-            state.items() if self.grid is not None else ()
-        ):  # a stream that was cast is off the grid
-            for before, after in zip(self.state[name], leaves):
-                if after.dtype != before.dtype:
-                    raise self.replaced(name, before, describe(after))
-        self.state = state
-
-    def replaced(self, stream: str, before: Tensor, after: str) -> errors.RetrogradError:
-        where = f"before update {self.index} of {len(self.program)},"
-        return errors.replaced_stream(where, stream, describe(before), after)
+    # --- updates
 
     def update(self, step: Step) -> None:
-        """Apply one update."""
-        state, target = self.state, self.state[step.target]
-        leaves: list[Tensor] = []
-        if (
-            not torch.compiler.is_compiling()
-        ):  # a graph that is traced has neither versions nor anything to rebuild
-            # Inference tensors count no versions; nothing will ever be rebuilt from them either.
-            leaves = [
-                leaf
-                for name in (step.target, *step.reads)
-                for leaf in state[name]
-                if not leaf.is_inference()
-            ]
-        versions = [leaf._version for leaf in leaves]
-        reads = [self.read(name) for name in step.reads]
-        try:
-            parts, aux = fit(
-                call(step, reads, self.keywords),
-                self.program,
-                self.index,
-                target,
-                self.specs[step.target],
-            )
-            updated = couple(step, target, parts)
-        except Exception as error:
-            self.blame(error, leaves)
-            raise
-        if versions != [leaf._version for leaf in leaves]:
-            raise self.edited_input(leaves, versions)
-        self.state[step.target] = updated
-        self.casts.pop(step.target, None)
-        if self.grid is not None:
-            self.note_range(step.target, self.index)
-        self.aux += aux
+        """Apply the next update."""
+        self._apply(step, step.coupling.forward)
         self.index += 1
 
     def undo(self, step: Step) -> None:
         """Take the last update back.
 
-        The function runs with or without gradients, as its caller does, because modules choose
-        their kernels by that, and another kernel rounds otherwise. Its graph is dropped at once.
+        The function runs with gradients or without, as the caller does: modules choose kernels by
+        that, and another kernel rounds differently. Its graph is dropped at once.
         """
         self.index -= 1
-        state, target = self.state, self.state[step.target]
+        self._apply(step, torch.no_grad()(step.coupling.inverse))
+
+    def _apply(
+        self,
+        step: Step,
+        rule: Callable[..., Tensor],
+    ) -> None:
+        update = self._application(step)
+        for before_function in self.guards.before_function:
+            before_function(update)
+        try:
+            evaluate(update, self.keywords, self.guards)
+            update.result = combine(rule, update.target, update.output)
+        except Exception as error:
+            self._explain(error, update)
+            raise
+        for after_update in self.guards.after_update:
+            after_update(update)
+        self._accept(update)
+
+    def _application(self, step: Step) -> Application:
+        state = self.state
         reads = [self.read(name) for name in step.reads]
-        parts, _ = fit(
-            call(step, reads, self.keywords),
-            self.program,
-            self.index,
-            target,
-            self.specs[step.target],
-        )
-        with torch.no_grad():
-            state[step.target] = tuple(
-                [step.coupling.inverse(y, *out) for y, out in zip(target, parts)]
-            )
-        self.casts.pop(step.target, None)
-        if self.grid is not None:
-            self.note_range(step.target, self.index)
+        update = Application(self.program, self.index, state, self.specs[step.target], reads)
+        update.inputs = [*update.target]
+        for name in step.reads:
+            update.inputs += state[name]
+        return update
 
-    def finish(self) -> None:
-        """Called after the last update, before anyone else sees the streams. Raises if a value left
-        the grid's range.
+    def _accept(self, update: Application) -> None:
+        """Replace the target by the result of an update."""
+        self.state[update.step.target] = update.result
+        if self.casts:
+            self.casts.pop(update.step.target, None)
+        if update.aux:
+            self.aux += update.aux
+
+    def _explain(
+        self,
+        error: Exception,
+        update: Application,
+    ) -> None:
+        """Say which update raised: by a note on the error, or by our own for an edited leaf."""
+        if "leaf Variable that requires grad" in str(error):
+            for leaf in update.inputs:
+                if leaf.is_leaf and leaf.requires_grad:
+                    raise edited_input(update, leaf) from error
+        reads = zip(update.step.reads, update.reads)
+        errors.note(error, update.where, [(name, flatten(value)[0]) for name, value in reads])
+
+    # --- hooks on blocks
+
+    def enter_block(self, state: State) -> None:
+        """Continue with the streams that a block received, after the hooks on it ran.
+
+        [Note: hooks that cast] FSDP's mixed precision casts the inputs of a module. The sums of a
+        reversible network must stay as wide as they are. So the functions of the block read the
+        cast streams, and the updates continue with the wide ones.
         """
-        ranges, self.ranges = self.ranges, []
-        # Where a graph is traced or transformed there are no values to look at. Nothing is rebuilt
-        # there either.
-        ranges = [r for r in ranges if type(r[-1]) is Tensor and not r[-1].is_meta]
-        if not ranges or are_transforms_active() or torch.compiler.is_compiling():
-            return
-        device = ranges[0][-1].device
-        ends = torch.stack(
-            [end.to(device) for *_, low, high in ranges for end in (low, high)]
-        ).tolist()
-        values = [max(pair, key=abs) for pair in zip(ends[::2], ends[1::2])]
-        for (name, index, dtype, *_), value in zip(ranges, values):
-            limit = self.grid.limit(dtype)  # type: ignore[union-attr]
-            if not abs(value) < limit:
-                where = f"{self.origin}:" if index is None else f"{place(self.program, index)}:"
-                largest = max(
-                    abs(v) for v, (_, _, other, *_) in zip(values, ranges) if other == dtype
-                )
-                bits = self.grid.bits_of(dtype)  # type: ignore[union-attr]
-                raise errors.out_of_range(
-                    where, name, value, largest, limit, bits, str(dtype).removeprefix("torch.")
-                )
+        casts = {}
+        for name, leaves in state.items():
+            if leaves is not self.state[name] and any(map(is_cast, leaves, self.state[name])):
+                casts[name] = leaves
+        if casts:
+            self.check_casts(casts)
+            state = {**state, **{name: self.state[name] for name in casts}}
+            self.casts = casts
+            dtypes = {name: [leaf.dtype for leaf in leaves] for name, leaves in casts.items()}
+            self.dtypes = {**self.caller_dtypes, **dtypes}
+        self._continue_with(state)
 
-    def blame(self, error: Exception, leaves: Leaves) -> None:
-        """Say in which update a function failed: a note on its own error, or ours if torch refused
-        to edit a leaf in place.
-        """
-        for leaf in leaves:
-            if (
-                "leaf Variable that requires grad" in str(error)
-                and leaf.is_leaf
-                and leaf.requires_grad
-            ):
-                raise self.edited_input([leaf], [-1]) from error
-        reads = [(name, flatten(self.read(name))[0]) for name in self.program[self.index].reads]
-        errors.note(error, place(self.program, self.index), reads)
+    def leave_block(self, state: State) -> None:
+        """Continue with the streams that a block returned, after the hooks on it ran."""
+        self.casts = {}
+        self.dtypes = self.caller_dtypes
+        self._continue_with(state)
 
-    def edited_input(self, leaves: Leaves, versions: list[int]) -> errors.RetrogradError:
-        edited = next(leaf for leaf, version in zip(leaves, versions) if leaf._version != version)
-        step = self.program[
-            self.index
-        ]  # reads first: at the start of a stack, target and read may be one tensor
-        name = next(
-            name
-            for name in (*step.reads, step.target)
-            if any(leaf is edited for leaf in self.state[name])
-        )
-        return errors.edited_input(place(self.program, self.index), name, describe(edited))
+    def check_casts(self, casts: State) -> None:
+        """A pass that is walked back checks that a hook cast the streams and did nothing else."""
 
+    def _continue_with(self, state: State) -> None:
+        """Take over streams. Raise if a hook replaced one that backward has to rebuild."""
+        for name, leaves in state.items():
+            if leaves is self.state[name]:
+                continue  # nearly always
+            for before, after in zip(self.state[name], leaves):
+                if after is not before and not self._may_replace(before, after):
+                    raise self.replaced_stream(name, before, describe(after))
+        self.state = state
 
-def place(program: Program, index: int) -> str:
-    """Where an error is: `update 7 of 48 (blocks.3.g)`."""
-    return f"update {index} of {len(program)} ({program[index].name})"
+    def _may_replace(
+        self,
+        before: Tensor,
+        after: Tensor,
+    ) -> bool:
+        if after.dtype != before.dtype:
+            return self.grid is None and not self.is_recorded
+        return not self.is_recorded or after.data_ptr() == before.data_ptr()
 
-
-def range_of(leaf: Tensor) -> tuple[Tensor, Tensor]:
-    """Its least and its largest element; of the local part, if it is sharded. NaN if there
-    is one.
-    """
-    leaf = local(leaf.detach())
-    return torch.aminmax(torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf)
+    def replaced_stream(
+        self,
+        stream: str,
+        before: Tensor,
+        after: str,
+    ) -> errors.RetrogradError:
+        where = f"before update {self.index} of {len(self.program)},"
+        return errors.replaced_stream(where, stream, describe(before), after)
 
 
 def is_cast(after: Tensor, before: Tensor) -> bool:
-    return after.dtype != before.dtype and after.is_floating_point() and after.shape == before.shape
+    same_shape = after.shape == before.shape
+    return same_shape and after.dtype != before.dtype and after.is_floating_point()
 
 
-def read(leaves: Leaves, spec: Spec, dtypes: Dtypes) -> Any:
-    """A stream as functions and callers see it."""
-    if dtypes is not None:
-        leaves = [leaf if dtype is None else leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes)]
-    return leaves[0] if spec is None else unflatten(leaves, spec)
+def edited_input(update: Application, edited: Tensor) -> errors.RetrogradError:
+    # Reads first: at the start of a stack, target and read may be one tensor.
+    names = (*update.step.reads, update.step.target)
+    name = next(n for n in names if any(leaf is edited for leaf in update.state[n]))
+    return errors.edited_input(update.where, name, describe(edited))
 
 
-def call(step: Step, reads: list[Any], keywords: dict[str, Any]) -> Any:
-    """Run the function, through its `__call__`: hooks are how FSDP, profilers and users attach."""
-    if not step.keywords and not observers:
-        return step.fn(*reads)
-    arguments = {inner: keywords[outer] for inner, outer in step.keywords.items()}
-    return observers[-1].call(step, reads, arguments) if observers else step.fn(*reads, **arguments)
+# --- does an output fit its target?
 
 
-def couple(step: Step, target: Leaves, parts: Parts) -> tuple[Tensor, ...]:
-    """The target after the update."""
-    forward = step.coupling.forward
-    if len(parts) == 1:
-        return (forward(target[0], *parts[0]),)  # nearly always
-    return tuple([forward(x, *out) for x, out in zip(target, parts)])
-
-
-def fit(
-    output: Any, program: Program, index: int, target: Leaves, spec: Spec
-) -> tuple[Parts, Sequence[Any]]:
-    """A function's output as arguments for the coupling, leaf by leaf, if it fits; and its aux, if
-    it has any.
-    """
-    names, aux = program[index].returns, ()
-    if spec is None and isinstance(output, Tensor) and len(names) == 1:
-        if output.shape == target[0].shape and output.dtype == target[0].dtype:
-            return [(output,)], aux  # nearly always
-    if isinstance(output, WithAux):
-        output, aux = output.output, (output.aux,)
+def check_output(update: Application, returned: Any) -> None:
+    """Set the output and aux of an update from what its function returned. Raise on a misfit."""
+    update.aux = ()
+    names = update.step.returns
+    target = update.target
+    if update.spec is None and len(names) == 1 and isinstance(returned, Tensor):
+        if returned.shape == target[0].shape and returned.dtype == target[0].dtype:
+            update.output = [(returned,)]  # the usual case
+            return
+    if isinstance(returned, WithAux):
+        update.aux = (returned.aux,)
+        returned = returned.output
     if len(names) == 1:
-        return [(out,) for out in _fitting(output, program, index, target, spec)], aux
-    if not isinstance(output, (tuple, list)) or len(output) != len(names):
+        update.output = [(out,) for out in _fitting_leaves(update, returned)]
+        return
+    if not isinstance(returned, (tuple, list)) or len(returned) != len(names):
         wanted = f"({', '.join(names)})"
-        raise errors.misfit(
-            place(program, index),
-            f"{describe(output)}, not {wanted}",
-            f"return the tuple {wanted}.",
-        )
-    return list(zip(*(_fitting(value, program, index, target, spec) for value in output))), aux
+        what = f"{describe(returned)}, not {wanted}"
+        raise errors.misfit(update.where, what, f"return the tuple {wanted}.")
+    update.output = list(zip(*(_fitting_leaves(update, value) for value in returned)))
 
 
-def _fitting(output: Any, program: Program, index: int, target: Leaves, spec: Spec) -> Leaves:
-    """The leaves of `output`, if they have the target's structure and shapes and do not widen its
-    dtypes.
-    """
-    leaves = flatten_like(output, spec)
-    stream = f"stream {program[index].target!r}"
+def _fitting_leaves(update: Application, value: Any) -> Leaves:
+    """The leaves of an output that has the structure and shapes of the target."""
+    leaves = flatten_like(value, update.spec)
     if leaves is None:
-        whole = describe(unflatten(target, spec))
-        fix = (
-            f"return the structure of {stream}, {whole}; for anything besides, return "
-            "rg.WithAux(output, aux)."
-        )
-        raise errors.misfit(place(program, index), f"{describe(output)}; {stream} is {whole}", fix)
-    for x, out in zip(target, leaves):
-        narrow = out.dtype == x.dtype or torch.promote_types(out.dtype, x.dtype) == x.dtype
-        if out.shape != x.shape or not narrow:
-            fix = (
-                f"return shape {list(x.shape)} and {str(x.dtype).removeprefix('torch.')} or a "
-                "narrower dtype"
-            )
-            fix += "." if narrow else f"; or start from a wider stream, such as x.to({out.dtype})."
-            raise errors.misfit(
-                place(program, index), f"{describe(out)}; {stream} is {describe(x)}", fix
-            )
-    # A coupling of ours adds what is narrower; a user's own need not know that there is such a
-    # thing.
-    return (
-        leaves
-        if isinstance(program[index].coupling, TRUSTED)
-        else [out.to(x.dtype) for x, out in zip(target, leaves)]
-    )
+        raise _wrong_structure(update, value)
+    for target, out in zip(update.target, leaves):
+        if out.shape != target.shape or not _is_narrower(out.dtype, target.dtype):
+            raise _wrong_leaf(update, target, out)
+    if isinstance(update.step.coupling, TRUSTED):
+        return leaves  # these couplings accept narrower outputs
+    return [out.to(target.dtype) for target, out in zip(update.target, leaves)]
+
+
+def _is_narrower(dtype: torch.dtype, target: torch.dtype) -> bool:
+    return dtype == target or torch.promote_types(dtype, target) == target
+
+
+def _wrong_structure(update: Application, value: Any) -> errors.RetrogradError:
+    stream = f"stream {update.step.target!r}"
+    whole = describe(unflatten(update.target, update.spec))
+    what = f"{describe(value)}; {stream} is {whole}"
+    fix = f"return the structure of {stream}, {whole}; return extras as rg.WithAux(output, aux)."
+    return errors.misfit(update.where, what, fix)
+
+
+def _wrong_leaf(
+    update: Application,
+    target: Tensor,
+    out: Tensor,
+) -> errors.RetrogradError:
+    what = f"{describe(out)}; stream {update.step.target!r} is {describe(target)}"
+    dtype = dtype_name(target.dtype)
+    fix = f"return shape {list(target.shape)} and {dtype} or a narrower dtype"
+    if not _is_narrower(out.dtype, target.dtype):
+        fix += f"; or start from a wider stream, such as x.to({out.dtype})"
+    return errors.misfit(update.where, what, f"{fix}.")

@@ -1,283 +1,285 @@
-"""Forward, recorded: the real autograd graph, with a number wherever autograd would have saved a
-tensor.
+"""Forward, recorded: the real autograd graph, with a number wherever autograd would save a tensor.
 
-While a function runs, `torch.autograd.graph.saved_tensors_hooks` hand each tensor that autograd
-wants to save to a `Frame`, which lets go of them all when the function is done. What backward needs
-to make them again is a few facts for each update, which the tape leaves in a `walk.Walk`. The graph
-holds the frames, the frames hold the walk, and the walk holds neither: so dropping the output frees
-everything at once, without the garbage collector.
+While a function runs, `ForwardHooks` receive each tensor that autograd wants to save, and let go of
+them all when the function is done. What backward needs to make them again is one `Record` for each
+update, in a `walk.Walk`, and whatever the guards of the call remember.
 
-The last updates are *kept* (see `memory`): they run as plain autograd, and the state before them is
+The last updates are kept (see `memory`): they run as plain autograd, and the state before them is
 where the walk begins.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
-import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from retrograd.core import errors
 from retrograd.core.exact import Precision
-from retrograd.core.memory import Choice, Plan, is_spare
+from retrograd.core.guard import Guard, Guards
+from retrograd.core.guards import guards_of_recorded_pass
+from retrograd.core.memory import (
+    NOTHING,
+    Choice,
+    Plan,
+    is_free,
+)
 from retrograd.core.operations import KeepOperations
-from retrograd.core.private import pop_hooks, push_hooks, surrounding_hooks
-from retrograd.core.program import Parts, Program, Run, State, Step, call, couple, fit, place
-from retrograd.core.replay import Backstage, Scene, version_of
-from retrograd.core.streams import Leaves, describe, distinct_bytes, nbytes
+from retrograd.core.private import (
+    has_step_hooks,
+    pop_hooks,
+    push_hooks,
+    surrounding_hooks,
+)
+from retrograd.core.program import (
+    Application,
+    Output,
+    Pass,
+    Program,
+    Step,
+    combine,
+    evaluate,
+)
+from retrograd.core.saved import (
+    ForwardHooks,
+    KeywordArguments,
+    Saved,
+    SavedOutput,
+    save_state,
+)
+from retrograd.core.streams import State
+from retrograd.core.structure import Functions, StackCache
+from retrograd.core.tensors import (
+    describe,
+    distinct_bytes,
+    nbytes,
+    shape_and_dtype,
+    stride_of,
+)
 from retrograd.core.updates import TRUSTED
-from retrograd.core.walk import Arguments, Frame, Record, Walk, aliases, meta, versions_of
-from retrograd.core.waypoints import Waypoints
+from retrograd.core.walk import Record, Walk
 
-stride_of = operator.methodcaller("stride")
-NOTHING = Choice()
+ChooseGuards = Callable[[list[Guard]], list[Guard]]
 
 
-class Tape(Run):
-    """A `Run` that autograd can walk back."""
+class Tape(Pass):
+    """A pass that autograd can walk back."""
+
+    is_recorded = True
 
     def __init__(
         self,
+        program: Program,
         streams: dict[str, Any],
         keywords: dict[str, Any],
-        program: Program,
         precision: Precision,
         plan: Plan,
-        backstage: Backstage,
+        cache: StackCache,
+        choose_guards: ChooseGuards = list,
     ) -> None:
-        super().__init__(streams, keywords, program, precision)
-        for name, leaves in self.state.items():  # autograd cannot save a tensor of inference mode
-            if any(leaf.is_inference() for leaf in leaves):
-                self.state[name] = tuple([leaf.clone() for leaf in leaves])
+        super().__init__(program, streams, keywords, precision)
+        self._copy_inference_tensors()
         self.plan = plan
-        self.backstage = backstage
+        self.cache = cache
         self.sample = plan.sample
         self.sample_bytes: list[int] = []
-        self.sealed = False  # from here on updates are kept: plain autograd
-        self.untried = {
-            id(step.coupling) for step in program if not isinstance(step.coupling, TRUSTED)
-        }
-        arguments = Arguments(keywords)
-        leaves = (leaf for values in self.state.values() for leaf in values)
-        # A coupling of ours has no state; a user's own may be a module, and so may an argument.
-        given = tuple(value for value in arguments.leaves if isinstance(value, torch.nn.Module))
-        functions = [
-            (s.fn, *given) if isinstance(s.coupling, TRUSTED) else (s.fn, s.coupling, *given)
-            for s in program
-        ]
-        self.scene = Scene(backstage.get(functions), leaves, arguments.leaves)
-        self.waypoints: Waypoints = (plan.waypoints or Waypoints)(program, precision, backstage)
-        # What functions compute in, whatever they return.
-        for dtype in (
-            *self.scene.structure.dtypes,
-            *(autocast[0] for autocast in self.scene.autocast if autocast),
-            *(dtype for dtypes in self.given.values() for dtype in dtypes or ()),
-        ):
-            self.waypoints.saw(dtype)
-        self.walk = Walk(program, self.specs, self.scene, arguments, self.waypoints)
+        self.is_past_cut = False  # from here on updates are kept: plain autograd
+        arguments = KeywordArguments(keywords)
+        self.structure = cache.structure_of(functions_of(program, arguments.values))
+        # Parameters may be stepped in backward: [Note: an optimizer inside backward].
+        self.steps_in_backward = any(map(has_step_hooks, self.structure.parameters))
+        guards = guards_of_recorded_pass(self, self.structure, arguments, precision, cache)
+        guards = choose_guards(guards)
+        self.guards_past_cut = Guards(guard for guard in guards if not guard.rebuilt_only)
+        self.surround(guards)
+        self.walk = Walk(program, self.specs, arguments, self.guards)
 
-    def begin_block(self, state: State) -> None:
-        super().begin_block(state)
-        if self.casts and not self.backstage.trusts_casts:
-            for name, leaves in self.casts.items():
-                for after, before in zip(leaves, self.state[name]):
-                    if not torch.equal(after.detach(), before.detach().to(after.dtype)):
-                        raise self.replaced(name, before, f"another {describe(after)}")
-            # A hook does what it did the first time; to look each time would wait for a device.
-            self.backstage.trusts_casts = True
+    def _copy_inference_tensors(self) -> None:
+        """Autograd cannot save tensors of inference mode."""
+        for name, leaves in self.state.items():
+            if any(leaf.is_inference() for leaf in leaves):
+                self.state[name] = tuple([leaf.clone() for leaf in leaves])
 
-    def resume(self, state: State) -> None:
-        for name, leaves in state.items():
-            if leaves is self.state[name]:
-                continue  # nearly always
-            for before, after in zip(self.state[name], leaves):
-                if after is not before and (
-                    after.dtype != before.dtype or after.data_ptr() != before.data_ptr()
-                ):
-                    raise self.replaced(name, before, describe(after))
-        super().resume(state)
+    # --- updates
 
     def update(self, step: Step) -> None:
-        index, plan = self.index, self.plan
-        if (
-            not self.sealed
-            and index >= plan.spare
-            and (index == plan.kept or (index == plan.spare and self.can_spare()))
-        ):
-            self.seal()
-        if self.sealed:
-            return super().update(step)
-        state, specs, walk = self.state, self.specs, self.walk
-        if index in self.waypoints.at:
-            self.waypoints.note(index, state)
-        target = state[step.target]
-        leaves, reads = [*target], []
-        for name in step.reads:
-            leaves += state[name]
-            reads.append(self.read(name))
-        versions = list(map(version_of, leaves))
-        scene, record, frame = self.scene, Record(), Frame(walk, index)
-        cast = scene.casts[index]
-        choice = plan.choices.get(index, NOTHING)
-        planned = bool(choice.operations) or plan.watcher is not None
+        if not self.is_past_cut and self._is_at_cut():
+            self.cut()
+        if self.is_past_cut:
+            super().update(step)
+            return
+        update = self._application(step)
+        for before_function in self.guards.before_function:
+            before_function(update)
+        hooks = ForwardHooks(self.walk, self.index)
+        choice = self.plan.choices.get(self.index, NOTHING)
         if choice.streams:
-            frame.streams, frame.stream_versions = aliases(state), versions_of(state)
-        record.dtypes = self.dtypes
-        record.needs_grad = [leaf.requires_grad for leaf in leaves]
-        record.versions, record.kept = scene.versions[cast.number], None
-        seen = scene.buffers(cast) if scene.has_buffers else []
-        record.random = walk.note_random()
-        push_hooks(frame.pack, frame.unpack)
+            hooks.streams = save_state(self.state)
+        needs_grad = [leaf.requires_grad for leaf in update.inputs]
+        self._run(update, hooks, choice)
+        for after_update in self.guards.after_update:
+            after_update(update)
+        record = self._record(update, needs_grad)
+        if choice is not NOTHING or not update.is_repeatable:
+            self._keep(update, choice, hooks, record)
+        self.walk.remember(record, hooks)
+        if self.index in self.sample:
+            self.sample_bytes.append(activation_bytes(update.saved))
+        if self.steps_in_backward or not update.saved:
+            self._follow_backward(update)
+        self._accept(update)
+        self.index += 1
+
+    def _run(
+        self,
+        update: Application,
+        hooks: ForwardHooks,
+        choice: Choice,
+    ) -> None:
+        """Run the function and the coupling, while the hooks receive what autograd saves."""
+        update.saved = hooks.recording
+        push_hooks(hooks.pack, hooks.unpack)
         try:
-            output = (
-                self.call_as_planned(step, reads, frame)
-                if planned
-                else call(step, reads, self.keywords)
-            )
-            parts, aux = fit(output, self.program, index, target, specs[step.target])
-            del output
-            record.by_fn = len(frame.store)  # type: ignore[arg-type]
-            updated = couple(step, target, parts)
+            if choice.operations:
+                with KeepOperations(choice.operations, update.saved) as keep:
+                    evaluate(update, self.keywords, self.guards)
+                hooks.operations = keep.kept
+            else:
+                evaluate(update, self.keywords, self.guards)
+            update.saved_by_function = len(update.saved)
+            update.result = combine(update.step.coupling.forward, update.target, update.output)
         except Exception as error:
-            self.blame(error, leaves)
+            self._explain(error, update)
             raise
         finally:
             pop_hooks()
-            saved: list[Tensor] = frame.store  # type: ignore[assignment]
-            frame.store = None  # they refer to the graph, and the graph to this frame
-        if versions != list(map(version_of, leaves)):
-            raise self.edited_input(leaves, versions)
-        if self.untried and id(step.coupling) in self.untried:
-            self.untried.remove(id(step.coupling))
-            self.try_coupling(step, parts, updated)
-        record.strides = None
-        for x, y, outs in zip(target, updated, parts):
-            if x.stride() != y.stride():
-                record.strides = list(map(stride_of, target))
-            for out in outs:
-                if out.dtype != x.dtype:
-                    self.waypoints.saw(out.dtype)
-        record.saved = list(map(meta, saved))
-        if record.saved == cast.saved:  # nearly always: then one list serves every call
-            record.saved = cast.saved
+            hooks.end_recording()
+
+    def _record(self, update: Application, needs_grad: list[bool]) -> Record:
+        record = Record()
+        record.needs_grad = needs_grad
+        record.dtypes = self.dtypes
+        record.saved_by_function = update.saved_by_function
+        record.output = None
+        record.shapes = list(map(shape_and_dtype, update.saved))
+        function = self.structure.functions[update.index]
+        if record.shapes == function.saved_shapes:  # nearly always: one list serves every call
+            record.shapes = function.saved_shapes
         else:
-            cast.saved = record.saved
-        record.buffers, replayable = scene.changes(cast, seen)
-        if not replayable:
-            record.versions, record.kept = (
-                scene.versions[cast.number],
-                [tuple(o.detach() for o in outs) for outs in parts],
-            )
-            frame.keep(saved)
+            function.saved_shapes = record.shapes
+        strides = list(map(stride_of, update.target))
+        record.strides = strides if strides != list(map(stride_of, update.result)) else None
+        return record
+
+    def _keep(
+        self, update: Application, choice: Choice, hooks: ForwardHooks, record: Record
+    ) -> None:
+        """Keep what the plan chose, and everything of a function that cannot run again."""
+        if not update.is_repeatable:
+            record.output = save_output(update.output)
+            hooks.keep(update.saved)
+        elif choice.output and update.saved:
+            hooks.output = save_output(update.output)
         elif choice.output:
-            kept = [tuple(o.detach() for o in outs) for outs in parts]
-            if saved:
-                frame.output, frame.output_versions = (
-                    kept,
-                    [o._version for outs in kept for o in outs],
-                )
-            else:
-                record.kept = kept  # no one will hold the frame
-        if plan.watcher is not None:
-            plan.watcher.note(index, saved, record.by_fn, parts, cast.parameters, leaves)
-        if index in self.sample:
-            self.sample_bytes.append(activation_bytes(saved))
-        walk.records.append(record)
-        walk.frames.append(weakref.ref(frame))
-        if cast.parameters and (scene.steps_in_backward or not saved):
-            for node in {
-                out.grad_fn or y.grad_fn for y, outs in zip(updated, parts) for out in outs
-            }:
-                if node is not None:
-                    node.register_prehook(functools.partial(walk.arrive, index))
-        state[step.target] = updated
-        if self.casts:
-            self.casts.pop(step.target, None)
-        if self.grid is not None:
-            self.note_range(step.target, index)
-        if aux:
-            self.aux += aux
-        self.index += 1
+            record.output = save_output(update.output)  # the graph will not hold the hooks
 
-    def call_as_planned(self, step: Step, reads: list[Any], frame: Frame) -> Any:
-        """Run the function while someone watches, or keeping outputs of operations inside it."""
-        choice, watcher = self.plan.choices.get(self.index, NOTHING), self.plan.watcher
-        if watcher is not None:
-            with watcher.watch(self.index, frame, self.scene.casts[self.index].parameters):
-                return call(step, reads, self.keywords)
-        with KeepOperations(choice.operations, frame) as keep:
-            frame.operations = keep.kept
-            return call(step, reads, self.keywords)
+    def _follow_backward(self, update: Application) -> None:
+        """Let the walk know when backward arrives: [Note: an optimizer inside backward]."""
+        if not self.structure.functions[update.index].parameters:
+            return
+        nodes = {
+            out.grad_fn or result.grad_fn
+            for result, outputs in zip(update.result, update.output)
+            for out in outputs
+        }
+        for node in nodes:
+            if node is not None:
+                node.register_prehook(functools.partial(self.walk.arrive, update.index))
 
-    def can_spare(self) -> bool:
+    # --- the cut: where rebuilding ends
+
+    def _is_at_cut(self) -> bool:
+        if self.index == self.plan.keep_from:
+            return True
+        return self.index == self.plan.keep_if_free_from and self._can_keep_last_block()
+
+    def cut(self) -> None:
+        """Leave the state to the walk. Whatever follows is plain autograd."""
+        self.is_past_cut = True
+        for at_cut in self.guards.at_cut:
+            at_cut(self.state)
+        self.walk.begin_at(self.state)
+        self.guards = self.guards_past_cut
+
+    def finish(self) -> None:
+        if not self.is_past_cut:
+            self.cut()
+        for after_forward in self.walk.guards.after_forward:
+            after_forward(self.state)
+
+    def _can_keep_last_block(self) -> bool:
         """Whether the last block may be kept without raising the peak: see `memory.Reverse`."""
         # Whoever surrounds us with hooks (an outer stack, checkpoint) may run this forward again,
         # after gradients came or went, and must find the same graph.
-        if surrounding_hooks():
+        if surrounding_hooks() is not None:
             return False
         # [Note: several processes] Functions may communicate, in forward and again in recompute.
         # What is rebuilt must be the same in every process, and here it would depend on the shapes
-        # and gradients of one.
-        if (
-            torch.distributed.is_available()
-            and torch.distributed.is_initialized()
-            and torch.distributed.get_world_size() > 1
-        ):
+        # and the gradients of one.
+        if number_of_processes() > 1:
             return False
         to_come = 0
-        for cast in self.scene.casts:
-            to_come += sum(
-                nbytes(p)
-                for p in cast.parameters
-                if p.requires_grad and p.is_leaf and p.grad is None
-            )
-            if is_spare(self.sample_bytes, to_come):
+        for function in self.structure.functions:
+            for parameter in function.parameters:
+                if parameter.requires_grad and parameter.is_leaf and parameter.grad is None:
+                    to_come += nbytes(parameter)
+            if is_free(self.sample_bytes, to_come):
                 return True
         return False
 
-    def seal(self) -> None:
-        """The end of what is rebuilt: leave the state to the walk, and let whatever follows be
-        plain autograd.
-        """
-        self.sealed = True
-        self.walk.begin_at(self.state)
+    # --- hooks on blocks
 
-    def finish(self) -> None:
-        super().finish()
-        if not self.sealed:
-            self.seal()
-        if self.plan.watcher is not None:
-            self.plan.watcher.finish(self.state)
+    def check_casts(self, casts: State) -> None:
+        """Raise if a hook on a block did more than cast the streams."""
+        if self.cache.trusts_casts:
+            return
+        for name, leaves in casts.items():
+            for after, before in zip(leaves, self.state[name]):
+                if not torch.equal(after.detach(), before.detach().to(after.dtype)):
+                    raise self.replaced_stream(name, before, f"another {describe(after)}")
+        # A hook does what it did the first time. To look each time would wait for a device.
+        self.cache.trusts_casts = True
 
-    @torch.no_grad()
-    def try_coupling(self, step: Step, parts: Parts, updated: Leaves) -> None:
-        """A user's own coupling, once a call: does its inverse undo its forward? Otherwise
-        gradients would be wrong.
-        """
-        for x, y, out in zip(self.state[step.target], updated, parts):
-            if not (x.is_floating_point() or x.is_complex()) or not x.numel() or x.is_meta:
-                continue
-            where, coupling = place(self.program, self.index), type(step.coupling).__name__
-            copy, out = y.clone(), [o.detach() for o in out]
-            error = (step.coupling.inverse(copy, *out) - x).abs().max().item()
-            if copy._version:
-                raise errors.inverse_in_place(where, coupling)
-            scale, limit = (
-                max(t.abs().max().item() for t in (x, y, *out)),
-                torch.finfo(x.dtype).eps ** 0.5,
-            )
-            if error > limit * scale:
-                raise errors.wrong_inverse(
-                    where, coupling, error / scale, limit, str(x.dtype).removeprefix("torch.")
-                )
+
+def functions_of(program: Program, arguments: Iterable[Any]) -> list[Functions]:
+    """What each update calls: its function, a user's own coupling, and modules in the arguments."""
+    modules = tuple(value for value in arguments if isinstance(value, nn.Module))
+    return [
+        (step.fn, *modules)
+        if isinstance(step.coupling, TRUSTED)
+        else (step.fn, step.coupling, *modules)
+        for step in program
+    ]
+
+
+def save_output(output: Output) -> SavedOutput:
+    return [tuple([Saved(out.detach()) for out in outputs]) for outputs in output]
+
+
+def number_of_processes() -> int:
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return 1
+    return distributed.get_world_size()
 
 
 def activation_bytes(saved: list[Tensor]) -> int:
-    """Bytes of distinct memory among saved tensors, parameters (and views of them) aside."""
-    return distinct_bytes(
-        t for t in saved if not isinstance(t if t._base is None else t._base, torch.nn.Parameter)
-    )
+    """Bytes of distinct memory among saved tensors, without parameters and views of them."""
+    return distinct_bytes(tensor for tensor in saved if not is_parameter(tensor))
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    base = tensor if tensor._base is None else tensor._base
+    return isinstance(base, nn.Parameter)

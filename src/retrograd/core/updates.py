@@ -1,5 +1,4 @@
-"""What a reversible program is made of: updates, and the arithmetic by which a function's output
-enters its target.
+"""Updates and couplings: the arithmetic of a reversible program.
 
 One update replaces one stream, its *target*, by a value that depends on other streams, its *reads*:
 
@@ -26,10 +25,10 @@ PairProgram = tuple[tuple[str, "str | None", tuple[str, ...]], ...]
 
 
 class Coupling:
-    """How a function's output enters its target. Subclass it, or write any class with `forward` and
-    `inverse`.
+    """How a function's output enters its target.
 
-    Both work on one tensor at a time; a stream that is a pytree is coupled leaf by leaf.
+    Subclass it, or write any class with `forward` and `inverse`. Both work on one tensor at a
+    time; a stream that is a pytree is coupled leaf by leaf.
 
     - `forward(x, out)` returns the new value of the target, of the shape and dtype of `x`;
     - `inverse(y, out)` returns `x` again, given the same `out`;
@@ -47,30 +46,30 @@ class Coupling:
 
     returns: tuple[str, ...] = ("out",)
 
-    if (
-        TYPE_CHECKING
-    ):  # the signatures differ in the number of `out` arguments, which a type cannot say
+    if TYPE_CHECKING:  # a type cannot say how many `out` arguments there are
         forward: Callable[..., Tensor]
         inverse: Callable[..., Tensor]
 
     def inverse_(self, y: Tensor, *out: Tensor) -> Tensor:
-        """`inverse`, allowed to overwrite `y`: no one else sees it. Optional; saves one stream at
-        the peak.
+        """`inverse` that may overwrite `y`, which nobody else uses.
+
+        Optional; saves one stream at the peak.
         """
         return self.inverse(y, *out)
 
     def pair(self) -> PairProgram:
-        """One block of a stack of `(f, g)`, as `(target, function, reads)`; function None adds the
-        read itself.
+        """The updates of one block of `(f, g)`: target, function and reads of each.
+
+        The function None stands for the identity: the read itself is added.
         """
         return (("x1", "f", ("x2",)), ("x2", "g", ("x1",)))
 
 
 @dataclass(frozen=True)
 class Additive(Coupling):
-    """`y = x + out`, undone by `x = y - out`. The default: cheapest, and the only one whose
-    backward needs no target.
+    """`y = x + out`, undone by `x = y - out`. The default.
 
+    The cheapest coupling, and the only one whose backward does not need the target.
     Kept: nothing. Rebuilt: the target, in place where no one else sees it.
     """
 
@@ -86,13 +85,12 @@ class Additive(Coupling):
 
 @dataclass(frozen=True)
 class Affine(Coupling):
-    """`y = x * exp(s) + shift`, undone by `x = (y - shift) * exp(-s)`; the function returns
-    `(log_scale, shift)`.
+    """`y = x * exp(s) + shift`, undone by `x = (y - shift) * exp(-s)`.
 
-    The scale is bounded smoothly: `s = limit * tanh(log_scale / limit)`, so one update multiplies
-    by a factor between `exp(-limit)` and `exp(limit)` (0.37 to 2.72 by default), and undoing it
-    enlarges rounding errors by at most `exp(limit)`. For small `log_scale` the bound is invisible:
-    `s = log_scale` up to third order.
+    The function returns `(log_scale, shift)`. The scale is bounded smoothly:
+    `s = limit * tanh(log_scale / limit)`. So one update multiplies by a factor between
+    `exp(-limit)` and `exp(limit)` (0.37 to 2.72 by default), and undoing it enlarges rounding
+    errors by at most `exp(limit)`. For a small `log_scale`, `s = log_scale` up to third order.
 
     Kept: nothing. Rebuilt: the target. Costs a few element-wise operations more than `Additive`.
     """
@@ -110,19 +108,29 @@ class Affine(Coupling):
     def _bounded(self, log_scale: Tensor) -> Tensor:
         return self.limit * (log_scale / self.limit).tanh()
 
-    def forward(self, x: Tensor, log_scale: Tensor, shift: Tensor) -> Tensor:
-        return (
-            x * self._bounded(log_scale.to(x.dtype)).exp() + shift
-        )  # in the stream's dtype, which may be wider
+    def forward(
+        self,
+        x: Tensor,
+        log_scale: Tensor,
+        shift: Tensor,
+    ) -> Tensor:
+        # In the dtype of the stream, which may be wider than that of the function's output.
+        scale = self._bounded(log_scale.to(x.dtype)).exp()
+        return x * scale + shift
 
-    def inverse(self, y: Tensor, log_scale: Tensor, shift: Tensor) -> Tensor:
-        return (y - shift) * (-self._bounded(log_scale.to(y.dtype))).exp()
+    def inverse(
+        self,
+        y: Tensor,
+        log_scale: Tensor,
+        shift: Tensor,
+    ) -> Tensor:
+        inverse_scale = (-self._bounded(log_scale.to(y.dtype))).exp()
+        return (y - shift) * inverse_scale
 
 
 @dataclass(frozen=True)
 class Momentum(Coupling):
-    """A residual network with momentum: a velocity `v` and a position `x`, for every function of
-    the stack
+    """A residual network with momentum. Each function updates a velocity `v` and a position `x`:
 
         v = gamma * v + (1 - gamma) * f(x)
         x = x + v
@@ -140,9 +148,9 @@ class Momentum(Coupling):
     def __post_init__(self) -> None:
         if not 0 < self.gamma < 1:
             raise ValueError(
-                f"Momentum(gamma={self.gamma!r}): gamma must lie strictly between 0 and 1, because "
-                "undoing an update divides "
-                "by it and 1 would leave the functions out. Try Momentum(0.9)."
+                f"Momentum(gamma={self.gamma!r}): gamma must lie strictly between 0 and 1, "
+                "because undoing an update divides by it and 1 would leave the functions out. Try "
+                "Momentum(0.9)."
             )
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
@@ -169,7 +177,7 @@ TRUSTED = (
 
 @dataclass(frozen=True)
 class WithAux:
-    """What a function returns when it has more to say than its output.
+    """What a function returns if it has more than its output to return.
 
     `aux` is any pytree of tensors: a load-balancing loss, attention maps. The stack then returns
     `(y, aux)`, where `aux` is a list with an entry for each call that returned one, in forward

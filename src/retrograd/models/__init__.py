@@ -1,1 +1,1 @@
-"""Small real models, one file each, readable alone: ordinary modules that may be taken away."""
+"""Small real models, one file each. Each is an ordinary module that can be copied."""

@@ -1,9 +1,9 @@
 """A reversible vision transformer, in one file.
 
-    x1 = x2 = patches(image) + places
+    input:    x1 = x2 = patches(image) + places    (places: a learned vector for each patch)
     layer:    x1 = x1 + attention(norm(x2))
               x2 = x2 + feed_forward(norm(x1))
-    classes = head(norm((x1 + x2) / 2), averaged over the patches)
+    output:   scores = head(mean over patches of norm((x1 + x2) / 2))
 
 The layers are a `ReversibleSequence`, so activation memory does not grow with `depth`.
 
@@ -28,8 +28,8 @@ import retrograd as rg
 class Config:
     """The shape of a model."""
 
-    size: int = 224  # of an image, in pixels a side
-    patch: int = 16
+    size: int = 224  # height and width of an image, in pixels
+    patch: int = 16  # height and width of a patch
     channels: int = 3
     classes: int = 1000
     depth: int = 12
@@ -49,53 +49,52 @@ class Config:
             )
 
 
-def small(last: nn.Linear, config: Config) -> nn.Linear:
-    """A function's last layer, so that what enters the streams is smaller the more layers there
-    are.
-    """
-    nn.init.normal_(last.weight, std=(2 * config.depth * last.in_features) ** -0.5)
-    nn.init.zeros_(last.bias)
-    return last
+def init_output_layer(layer: nn.Linear, depth: int) -> nn.Linear:
+    """Initialize the last layer of a function, with smaller weights in a deeper network."""
+    nn.init.normal_(layer.weight, std=(2 * depth * layer.in_features) ** -0.5)
+    nn.init.zeros_(layer.bias)
+    return layer
 
 
 class Attention(nn.Module):
-    """Every patch looks at every other."""
+    """Multi-head self-attention over all patches, with the norm before it."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.heads = config.heads
         self.norm = nn.LayerNorm(config.width)
         self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = small(nn.Linear(config.width, config.width), config)
+        self.out = init_output_layer(nn.Linear(config.width, config.width), config.depth)
 
     def forward(self, x: Tensor) -> Tensor:
-        b, n, d = x.shape
-        q, k, v = (
-            self.qkv(self.norm(x)).view(b, n, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        )
-        y = nn.functional.scaled_dot_product_attention(q, k, v)  # b, heads, n, channels
-        return self.out(y.transpose(1, 2).reshape(b, n, d))
+        batch, patches, width = x.shape
+        qkv = self.qkv(self.norm(x))
+        qkv = qkv.view(batch, patches, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each: batch, heads, patches, width / heads
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(batch, patches, width))
 
 
 class FeedForward(nn.Sequential):
+    """Two linear layers for each patch, with the norm before them."""
+
     def __init__(self, config: Config) -> None:
-        wide = 4 * config.width
+        hidden = 4 * config.width
         super().__init__(
             nn.LayerNorm(config.width),
-            nn.Linear(config.width, wide),
+            nn.Linear(config.width, hidden),
             nn.GELU(),
-            small(nn.Linear(wide, config.width), config),
+            init_output_layer(nn.Linear(hidden, config.width), config.depth),
             nn.Dropout(config.dropout),
         )
 
 
 class VisionTransformer(nn.Module):
-    """Patches, reversible layers, and a head on their average.
+    """An embedding of patches, reversible layers, and a classifier on the mean over patches.
 
     Args:
-        config: its shape.
-        **options: how the layers are reversed: `memory`, `exact`, and the others of
-            `ReversibleSequence`.
+        config: the shape of the model.
+        **options: arguments of `ReversibleSequence` for the layers, such as `memory` and `exact`.
     """
 
     def __init__(self, config: Config, **options: Any) -> None:
@@ -104,20 +103,23 @@ class VisionTransformer(nn.Module):
         patches = (config.size // config.patch) ** 2
         self.patches = nn.Conv2d(config.channels, config.width, config.patch, config.patch)
         self.places = nn.Parameter(0.3 * torch.randn(patches, config.width))
-        self.layers = rg.ReversibleSequence(
-            [(Attention(config), FeedForward(config)) for _ in range(config.depth)], **options
-        )
+        pairs = [(Attention(config), FeedForward(config)) for _ in range(config.depth)]
+        self.layers = rg.ReversibleSequence(pairs, **options)
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores of the classes, `batch, classes`, for images `batch, channels, size, size`."""
-        x = self.patches(images).flatten(2).transpose(1, 2) + self.places  # batch, patches, width
-        return self.head(self.norm(self.layers(x)).mean(1))
+        """Scores `batch, classes` for images `batch, channels, size, size`."""
+        x = self.patches(images)  # batch, width, rows, columns
+        x = x.flatten(2).transpose(1, 2) + self.places  # batch, patches, width
+        x = self.norm(self.layers(x))
+        return self.head(x.mean(1))
 
 
 def example() -> tuple[VisionTransformer, tuple[Tensor, ...]]:
-    """A small one and images to call it with: `retrograd check retrograd.models.vision:example`."""
+    """A model and images for it: `retrograd check retrograd.models.vision:example`."""
     torch.manual_seed(0)
     config = Config()
-    return VisionTransformer(config), (torch.randn(8, config.channels, config.size, config.size),)
+    model = VisionTransformer(config)
+    images = torch.randn(8, config.channels, config.size, config.size)
+    return model, (images,)

@@ -1,0 +1,83 @@
+"""The settings of a run: everything that decides its numbers, stored as `configuration.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import retrograd as rg
+from retrograd.files import write_whole
+from speedrun.model import Config
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of `python -m speedrun train`."""
+
+    data: str | None = None  # a file or a folder; None: Python's standard library
+    depth: int = 48
+    width: int = 64
+    heads: int = 4
+    context: int = 128
+    batch: int = 8  # sequences per step, over all processes
+    accumulate: int = 1  # parts that a batch is split into, one after another
+    steps: int = 300
+    lr: float = 3e-3
+    warmup: int = 30
+    decay: float = 0.1  # weight decay
+    clip: float = 1.0
+    dropout: float = 0.0
+    dtype: str = "float32"  # bfloat16: autocast
+    memory: str = "reverse"  # or keep, or a size
+    exact: bool = False
+    compile: bool = False
+    shard: bool = False  # weights, gradients and optimizer over all processes (FSDP2)
+    seed: int = 0
+    save_every: int = 50
+    fingerprint: str = ""  # of the text, which must not change before a run is resumed
+
+    def __post_init__(self) -> None:
+        self.config()  # raises for shapes that do not fit
+        self.memory_mode()
+        for name in ("batch", "accumulate", "steps", "save_every"):
+            self._require(name, getattr(self, name) >= 1, "must be at least 1.")
+        divides = self.batch % self.accumulate == 0
+        self._require("accumulate", divides, f"does not divide the batch of {self.batch}.")
+        self._require("dtype", self.dtype in DTYPES, f"must be {' or '.join(DTYPES)}.")
+        self._require("lr", 0 < self.lr < math.inf, "must be a number above 0, such as 3e-3.")
+        self._require("dropout", 0 <= self.dropout < 1, "must be at least 0 and below 1.")
+        self._require("seed", 0 <= self.seed < 2**31, "must be at least 0 and below 2**31.")
+        self._require("warmup", self.warmup >= 0, "must not be below 0.")
+
+    def _require(self, name: str, holds: bool, message: str) -> None:
+        if not holds:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {message}")
+
+    def config(self) -> Config:
+        """The shape of the model."""
+        return Config(
+            depth=self.depth,
+            width=self.width,
+            heads=self.heads,
+            context=self.context,
+            dropout=self.dropout,
+        )
+
+    def memory_mode(self) -> rg.Reverse | rg.Keep | rg.Budget:
+        """The memory mode that `memory` stands for."""
+        if self.memory == "reverse":
+            return rg.Reverse()
+        if self.memory == "keep":
+            return rg.Keep()
+        return rg.Budget(self.memory)
+
+    def write(self, path: Path) -> None:
+        write_whole(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Settings:
+        return cls(**json.loads(path.read_text()))

@@ -1,0 +1,206 @@
+"""Drift guard: sample the streams in forward, compare in backward.
+
+Undoing an addition rounds, so a rebuilt stream drifts from what forward saw. A function that does
+something else in recompute leads the walk astray as well. Both show in a few elements: sixteen of
+every stream, before eight updates.
+
+There are two limits. Both are relative to the size of the stream here and where the walk began, and
+follow from the epsilon of the narrowest dtype in play:
+
+- drift: the square root of epsilon, at most 3 % (3e-4 in float32, 3e-2 in bfloat16). Half of the
+  digits are gone. Warns once, or raises, or neither, as the `drift` of the stack says.
+- arrival: the fourth root of epsilon (2e-2 in float32, 0.3 in bfloat16). That is far more than
+  rounding explains, so it raises.
+
+An exact stack rounds nothing, and any difference raises.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from math import isfinite
+from operator import sub
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograd.core import errors
+from retrograd.core.exact import Precision
+from retrograd.core.guard import Guard
+from retrograd.core.private import is_fake
+from retrograd.core.program import (
+    Application,
+    Program,
+    place,
+)
+from retrograd.core.streams import State
+from retrograd.core.structure import StackCache
+from retrograd.core.tensors import local
+
+PLACES = 8
+ELEMENTS = 16
+
+Samples = dict[str, list[Any]]  # of each leaf of each stream: see `sample`
+Values = list[Any]  # numbers, real or complex
+
+
+class Drift(Guard):
+    def __init__(
+        self,
+        program: Program,
+        precision: Precision,
+        cache: StackCache,
+        dtypes: Iterable[torch.dtype | None],
+    ) -> None:
+        self.program = program
+        self.drift = precision.drift
+        self.is_exact = precision.grid is not None
+        self.cache = cache
+        stride = max(-(-len(program) // PLACES), 1)
+        is_on = self.is_exact or self.drift != "ignore"
+        self.places = range(0, len(program) if is_on else 0, stride)
+        self.seen: dict[int, Samples] = {}  # in forward, before each of the places
+        self.end: Samples = {}  # where the walk begins
+        self.rebuilt: list[tuple[int, Samples]] = []  # not compared yet
+        self.epsilon = 0.0  # the largest one of the dtypes that functions compute in
+        for dtype in dtypes:
+            self.computes_in(dtype)
+
+    def computes_in(self, dtype: torch.dtype | None) -> None:
+        """A function computes in this dtype, or returns it."""
+        if dtype is not None and dtype.is_floating_point:
+            self.epsilon = max(self.epsilon, torch.finfo(dtype).eps)
+
+    def before_function(self, update: Application) -> None:
+        if update.index in self.places:
+            self.seen[update.index] = samples(update.state)
+
+    def after_update(self, update: Application) -> None:
+        for leaf, outputs in zip(update.target, update.output):
+            for out in outputs:
+                if out.dtype != leaf.dtype:
+                    self.computes_in(out.dtype)
+
+    def at_cut(self, state: State) -> None:
+        if self.seen:
+            self.end = samples(state)
+
+    def after_undo(
+        self,
+        index: int,
+        state: State,
+    ) -> None:
+        if index not in self.places:
+            return
+        self.rebuilt.append((index, samples(state)))
+        # Looking at values waits for an accelerator, so that is done only once, at the end.
+        if index == 0 or all(leaf.is_cpu for leaves in state.values() for leaf in leaves):
+            rebuilt = self.rebuilt
+            self.rebuilt = []
+            for where, now in rebuilt:
+                self._compare(where, now, state)
+
+    def _compare(
+        self,
+        index: int,
+        now: Samples,
+        state: State,
+    ) -> None:
+        """Compare the streams before update `index` with those of forward."""
+        for name, then in self.seen[index].items():
+            for leaf, *sampled in zip(state[name], now[name], then, self.end[name]):
+                if sampled[0] is not None:
+                    self._judge(index, name, leaf.dtype.to_real(), *map(values, sampled))
+
+    def _judge(
+        self, index: int, stream: str, dtype: torch.dtype, now: Values, then: Values, end: Values
+    ) -> None:
+        epsilon = max(self.epsilon, torch.finfo(dtype).eps)
+        limit = min(epsilon**0.5, 0.03)
+        if now == then or (not self.is_exact and _is_close(now, then, limit)):
+            return  # nearly always
+        # What became infinite in forward cannot be undone, and plain autograd cannot use it either.
+        error = largest(abs(a - b) for a, b in zip(now, then))
+        scale = largest(map(abs, then + end))
+        where = place(self.program, index)
+        if self.is_exact:
+            if error:
+                raise errors.not_exact(where, stream, error)
+        elif error > epsilon**0.25 * scale:
+            raise errors.wrong_arrival(where, stream, error, scale, epsilon**0.25)
+        elif error > limit * scale:
+            self._report(errors.drifted(where, stream, error / scale, limit))
+
+    def _report(self, drifted: errors.RetrogradError) -> None:
+        if self.drift == "raise":
+            raise drifted
+        if not self.cache.has_warned:
+            self.cache.has_warned = True
+            warnings.warn(str(drifted), errors.DriftWarning, stacklevel=_level_of_caller())
+
+
+def _is_close(
+    now: Values,
+    then: Values,
+    limit: float,
+) -> bool:
+    """A quick test that fails for NaN, which is looked at more closely."""
+    return max(map(abs, map(sub, now, then))) <= limit * abs(then[0])
+
+
+def largest(numbers: Iterable[float]) -> float:
+    """The largest finite number, or zero."""
+    return max([number for number in numbers if isfinite(number)], default=0.0)
+
+
+def _level_of_caller() -> int:
+    """The stack level of whoever called backward: code of neither retrograd nor torch."""
+    level = 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+        level += 1
+    return level
+
+
+def _is_library(module: str) -> bool:
+    return module.split(".")[0] in ("retrograd", "torch")
+
+
+def samples(state: State) -> Samples:
+    return {name: [sample(leaf.detach()) for leaf in leaves] for name, leaves in state.items()}
+
+
+def sample(leaf: Tensor) -> Values | Tensor | None:
+    """Sixteen elements of a tensor, the same ones whatever its strides; None if it has no values.
+
+    Numbers of a tensor on the CPU. On an accelerator a small tensor, because reading it would wait.
+    """
+    if is_fake(leaf):
+        return None
+    if type(leaf) is not Tensor:  # of a sharded tensor, the local part
+        leaf = local(leaf).as_subclass(Tensor)
+    if not has_values(leaf):
+        return None
+    count = min(leaf.numel(), ELEMENTS)
+    step = max(leaf.numel() // ELEMENTS, 1)
+    if leaf.is_contiguous():
+        picked = leaf.as_strided((count,), (step,))
+    else:
+        positions = torch.arange(count, device=leaf.device) * step
+        picked = leaf[torch.unravel_index(positions, leaf.shape)]
+    return picked.tolist() if type(picked) is Tensor and picked.is_cpu else picked.clone()
+
+
+def has_values(leaf: Tensor) -> bool:
+    """Whether a tensor has floating-point or complex values to compare."""
+    if leaf.is_meta or not leaf.numel():
+        return False
+    return leaf.is_floating_point() or leaf.is_complex()
+
+
+def values(sampled: Sequence[Any] | Tensor) -> Values:
+    return sampled.tolist() if isinstance(sampled, Tensor) else list(sampled)

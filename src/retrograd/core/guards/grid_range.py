@@ -1,0 +1,103 @@
+"""Grid range: with exact reversal, no value of a stream may leave the range of the grid.
+
+The range of each stream is recorded after each update and looked at once, at the end of the pass,
+so that an accelerator is waited for only once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from retrograd.core import errors
+from retrograd.core.exact import Grid
+from retrograd.core.guard import Guard
+from retrograd.core.private import are_transforms_active
+from retrograd.core.program import (
+    Application,
+    Program,
+    place,
+)
+from retrograd.core.streams import State
+from retrograd.core.tensors import dtype_name, local
+
+
+class Range(NamedTuple):
+    """The least and the largest value of a stream after an update."""
+
+    stream: str
+    update: int | None  # its index; None: the streams at the start
+    dtype: torch.dtype
+    low: Tensor
+    high: Tensor
+
+
+class GridRange(Guard):
+    rebuilt_only = False
+
+    def __init__(
+        self,
+        grid: Grid,
+        program: Program,
+        start: str = "the input",
+    ) -> None:
+        self.grid = grid
+        self.program = program
+        self.start = start
+        self.ranges: list[Range] = []
+
+    def before_forward(self, state: State) -> None:
+        for name in dict.fromkeys(step.target for step in self.program):
+            self._record(name, None, state[name])
+
+    def after_update(self, update: Application) -> None:
+        self._record(update.step.target, update.index, update.result)
+
+    def _record(
+        self,
+        stream: str,
+        index: int | None,
+        leaves: tuple[Tensor, ...],
+    ) -> None:
+        for leaf in leaves:
+            if (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel():
+                low, high = range_of(leaf)
+                self.ranges.append(Range(stream, index, leaf.dtype.to_real(), low, high))
+
+    def after_forward(self, state: State) -> None:
+        """Raise if a value left the range."""
+        # Where a graph is traced or transformed there are no values, and nothing is rebuilt.
+        ranges = [r for r in self.ranges if type(r.high) is Tensor and not r.high.is_meta]
+        self.ranges = []
+        if not ranges or are_transforms_active() or torch.compiler.is_compiling():
+            return
+        device = ranges[0].high.device
+        ends = [end.to(device) for r in ranges for end in (r.low, r.high)]
+        numbers = torch.stack(ends).tolist()
+        extremes = [max(pair, key=abs) for pair in zip(numbers[::2], numbers[1::2])]
+        for found, value in zip(ranges, extremes):
+            if not abs(value) < self.grid.limit(found.dtype):
+                same = [abs(v) for v, r in zip(extremes, ranges) if r.dtype == found.dtype]
+                raise self._error(found, value, max(same))
+
+    def _error(
+        self,
+        found: Range,
+        value: float,
+        largest: float,
+    ) -> errors.RetrogradError:
+        where = self.start if found.update is None else place(self.program, found.update)
+        limit = self.grid.limit(found.dtype)
+        bits = self.grid.bits_of(found.dtype)
+        dtype = dtype_name(found.dtype)
+        return errors.out_of_range(f"{where}:", found.stream, value, largest, limit, bits, dtype)
+
+
+def range_of(leaf: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the largest element, or NaN. Of a sharded tensor, the local part."""
+    leaf = local(leaf.detach())
+    if leaf.is_complex():
+        leaf = torch.view_as_real(leaf.resolve_conj())
+    return torch.aminmax(leaf)

@@ -1,0 +1,108 @@
+"""Modules: functions run again with the flags and members that their modules had in forward.
+
+Members are parameters and submodules. `functional_call` and adapters replace them.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor, nn
+
+from retrograd.core import errors
+from retrograd.core.guard import Guard, Undo
+from retrograd.core.structure import (
+    FunctionState,
+    Members,
+    Structure,
+)
+
+MISSING: Any = object()
+
+_training = operator.attrgetter("training")
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+class ModuleState(Guard):
+    """`training` of each module, its members, and `requires_grad` of each parameter."""
+
+    def __init__(self, structure: Structure) -> None:
+        self.structure = structure
+        # Taken in two loops over everything: the same work between updates costs several times it.
+        self.training = list(map(_training, structure.modules))
+        self.requires_grad = list(map(_requires_grad, structure.parameters))
+
+    def before_backward(self) -> bool:
+        structure = self.structure
+        return (
+            list(map(_training, structure.modules)) != self.training
+            or list(map(_requires_grad, structure.parameters)) != self.requires_grad
+            or not structure.is_current()
+        )
+
+    def before_recompute(
+        self,
+        index: int,
+        undo: Undo,
+    ) -> None:
+        function = self.structure.functions[index]
+        self._restore_training(function, undo)
+        for members in function.members:
+            _restore_members(members, undo)
+        self._restore_requires_grad(function, undo)
+
+    def _restore_training(
+        self,
+        function: FunctionState,
+        undo: Undo,
+    ) -> None:
+        first = function.first_module
+        flags = self.training[first : first + len(function.modules)]
+        for module, flag in zip(function.modules, flags):
+            if module.training != flag:
+                undo.add(setattr, module, "training", module.training)
+                module.training = flag
+
+    def _restore_requires_grad(
+        self,
+        function: FunctionState,
+        undo: Undo,
+    ) -> None:
+        first = function.first_parameter
+        flags = self.requires_grad[first : first + len(function.parameters)]
+        for parameter, flag in zip(function.parameters, flags):
+            if parameter.requires_grad != flag and parameter.is_leaf:
+                undo.add(parameter.requires_grad_, not flag)
+                parameter.requires_grad_(flag)
+
+
+def _restore_members(members: Members, undo: Undo) -> None:
+    """Put parameters and submodules back, by name."""
+    for name, value in members.values.items():
+        slot = members.submodules if isinstance(value, nn.Module) else members.parameters
+        now = slot.get(name, MISSING)
+        if now is MISSING and isinstance(value, Tensor):
+            raise errors.lost_parameter(name)
+        if now is not value and _may_swap(value, now):
+            undo.add(put_member, slot, name, now)
+            slot[name] = value
+
+
+def _may_swap(value: Any, now: Any) -> bool:
+    """FSDP swaps sharded and unsharded parameters and has the right ones in place already."""
+    if isinstance(value, nn.Module):
+        return True
+    return {type(value), type(now)} <= {Tensor, nn.Parameter}
+
+
+def put_member(
+    slot: dict[str, Any],
+    name: str,
+    value: Any,
+) -> None:
+    """Set an entry of a module's dict, or remove it if it was missing."""
+    if value is MISSING:
+        slot.pop(name, None)
+    else:
+        slot[name] = value

@@ -1,0 +1,91 @@
+"""Random state: recompute draws the numbers that forward drew, and backward leaves no trace.
+
+The states are compared before every update. They cost 5 kB on a CPU, so as long as nobody draws,
+all updates share one object.
+
+[Note: who draws] A function that left the states as they were may still have used them: it may have
+seeded them. So once an update has changed the states, they are put back for every update.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from ctypes import string_at
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from retrograd.core.guard import Guard, Undo
+from retrograd.core.program import Application
+from retrograd.core.streams import State
+
+
+class Generator(NamedTuple):
+    """How to read and write the state of one generator."""
+
+    get: Callable[[], Tensor]
+    set: Callable[[Tensor], object]
+
+
+class RandomState(Guard):
+    def __init__(self, generators: Iterable[Generator]) -> None:
+        self.generators = list(generators)
+        self.states: list[list[bytes]] = []  # before each update
+        self.has_drawn = False
+
+    def before_function(self, update: Application) -> None:
+        self.states.append(self._latest())
+
+    def at_cut(self, state: State) -> None:
+        self._latest()
+
+    def _latest(self) -> list[bytes]:
+        now = self.current()
+        if not self.states:
+            return now
+        if self.states[-1] == now:
+            return self.states[-1]
+        self.has_drawn = True
+        return now
+
+    def before_backward(self) -> bool:
+        return self.has_drawn
+
+    def before_recompute(
+        self,
+        index: int,
+        undo: Undo,
+    ) -> None:
+        undo.add(self.restore, self.current())
+        self.restore(self.states[index])
+
+    def current(self) -> list[bytes]:
+        return [as_bytes(generator.get()) for generator in self.generators]
+
+    def restore(self, states: list[bytes]) -> None:
+        for generator, state in zip(self.generators, states):
+            generator.set(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def as_bytes(state: Tensor) -> bytes:
+    """The state of a generator, which is on the CPU whatever device the generator is for.
+
+    Comparing bytes takes a tenth of comparing tensors, and `FakeTensorMode` allows it.
+    """
+    return string_at(state.data_ptr(), state.nbytes)
+
+
+def generators_for(devices: set[torch.device], own: Iterable[torch.Generator]) -> list[Generator]:
+    """The default generators of the CPU and of `devices`, and the generators in `own`."""
+    default = torch.default_generator
+    found = [Generator(default.get_state, default.set_state)]
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            module = torch.get_device_module(device)
+            get = functools.partial(module.get_rng_state, device)
+            found.append(Generator(get, functools.partial(module.set_rng_state, device=device)))
+    distinct = {id(generator): generator for generator in own}.values()
+    found += [Generator(generator.get_state, generator.set_state) for generator in distinct]
+    return found

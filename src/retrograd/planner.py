@@ -1,0 +1,219 @@
+"""The planner: what to keep of each update, so that a step is fastest within a limit of bytes.
+
+It works on the numbers of a `Profile`; no tensors here. The planner ranks three kinds of kept
+values by time saved per byte:
+
+- a function's *output*: undoing the update needs it, so without it recompute must run to the end.
+  With it, recompute stops as soon as it has all tensors that autograd saved, which is before the
+  last matrix product;
+- outputs of *operations* inside the function: these operations do not run again. Watching the
+  operations costs time, so this pays for large ones only;
+- *everything*, for the last updates of the program: they run as plain autograd.
+
+What is kept for an update stays alive until backward reaches it. So a byte kept for a late update
+takes room from fewer updates than a byte kept for an early one. The limit holds at every update,
+because the room differs: backward creates parameter gradients on its way.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from retrograd.core.memory import NOTHING, Choice, Plan
+from retrograd.profile import Operation, UpdateProfile
+
+# Seconds that `core.operations` adds to each operation of a function, in forward and again in
+# recompute. Measured: 2e-5 on a CPU of 2023. Doubled, to prefer plans without it if two are close.
+WATCHING_SECONDS = 4e-5
+
+
+class Level(NamedTuple):
+    """One way to treat an update: what it keeps, its bytes, and the time of its recompute."""
+
+    choice: Choice | None  # None: everything
+    bytes: int  # kept while backward is at the later updates
+    own_bytes: int  # while backward is at this update, beyond what autograd saves there anyway
+    seconds: float
+
+
+# --- the levels of one update
+
+
+def everything(update: UpdateProfile) -> Level:
+    """The level at which an update runs as plain autograd."""
+    return Level(None, update.saved_bytes, 0, 0.0)
+
+
+def all_levels(update: UpdateProfile) -> list[Level]:
+    """Every level below `everything`: nothing, the output, the output and some operations."""
+    nothing = level_of(update, NOTHING)
+    if update.coupling_saves:  # only a full recompute gives the tensors that the coupling saved
+        return [nothing]
+    candidates = sorted(
+        (operation for operation in rerun(update) if operation.counted and operation.bytes),
+        key=lambda operation: operation.seconds / operation.bytes,
+        reverse=True,
+    )
+    names = [(operation.name, operation.number) for operation in candidates]
+    counts = range(len(names) + 1)
+    return [nothing, *(level_of(update, Choice(True, frozenset(names[:n]))) for n in counts)]
+
+
+def level_of(update: UpdateProfile, choice: Choice, state_bytes: int = 0) -> Level:
+    """The level that keeps `choice`. `state_bytes`: of all streams."""
+    operations = update.operations
+    if (choice.output or choice.streams) and not update.coupling_saves:
+        operations = rerun(update)
+    chosen = [o for o in operations if (o.name, o.number) in choice.operations]
+    seconds = sum(operation.seconds for operation in operations)
+    if choice.operations:
+        seconds += 2 * WATCHING_SECONDS * len(update.operations)
+        seconds -= sum(operation.seconds for operation in chosen)
+    kept_bytes = update.output_bytes if choice.output else 0
+    kept_bytes += state_bytes if choice.streams else 0
+    return Level(
+        choice=choice,
+        bytes=kept_bytes + sum(operation.bytes for operation in chosen),
+        own_bytes=kept_bytes + sum(o.bytes for o in chosen if not o.is_saved),
+        seconds=seconds,
+    )
+
+
+def rerun(update: UpdateProfile) -> list[Operation]:
+    """The operations that run again if recompute stops when it has the last saved tensor."""
+    return [o for o in update.operations if o.saves_before < update.saved_by_fn]
+
+
+def levels(update: UpdateProfile) -> list[Level]:
+    """The levels below `everything` that are worth their bytes, in the order of bytes.
+
+    These are the lower convex hull of bytes and seconds: each saves less time per byte than the one
+    before it.
+    """
+    hull: list[Level] = []
+    for level in sorted(all_levels(update), key=lambda level: (level.bytes, level.seconds)):
+        if hull and level.seconds >= hull[-1].seconds:
+            continue
+        while len(hull) > 1 and _is_above(hull[-1], hull[-2], level):
+            hull.pop()
+        hull.append(level)
+    return hull
+
+
+def _is_above(level: Level, before: Level, after: Level) -> bool:
+    """Whether a level saves no more time per byte than going to `after` directly."""
+    return _saved_per_byte(before, level) <= _saved_per_byte(before, after)
+
+
+def _saved_per_byte(before: Level, after: Level) -> float:
+    """Seconds saved per byte by going from one level to another."""
+    return (before.seconds - after.seconds) / max(after.bytes - before.bytes, 1)
+
+
+# --- the plan of all updates
+
+
+def greedy_plan(updates: Sequence[UpdateProfile], room: Sequence[int]) -> Plan:
+    """Raise the levels of updates greedily, as long as there is room.
+
+    `room` has the free bytes at each update of the backward pass if nothing is kept.
+    """
+    return _Purchase(updates, room).run()
+
+
+class _Offer(NamedTuple):
+    """An update may go from one level to another."""
+
+    # The most time saved per byte comes first; among equals the last update, then the oldest offer.
+    rank: tuple[float, int, int]
+    position: int  # of the update
+    before: Level
+    after: Level
+
+    @property
+    def bytes(self) -> int:
+        """More bytes while backward is at the later updates."""
+        return self.after.bytes - self.before.bytes
+
+    @property
+    def own_bytes(self) -> int:
+        """More bytes while backward is at this update."""
+        return self.after.own_bytes - self.before.own_bytes
+
+
+class _Purchase:
+    """The greedy choice: take the best offer that fits, until no offer is left."""
+
+    def __init__(self, updates: Sequence[UpdateProfile], room: Sequence[int]) -> None:
+        self.updates = updates
+        self.room = list(room)
+        self.options = [levels(update) for update in updates]
+        self.chosen = [options[0] for options in self.options]
+        self.cut = len(updates)  # from here on, everything is kept
+        self.offers: list[_Offer] = []  # a heap
+        self.serial = itertools.count()  # numbers the offers
+
+    def run(self) -> Plan:
+        for index in range(len(self.updates)):
+            self._offer_next(index)
+        self._offer_everything(self.cut - 1)
+        while self.offers:
+            offer = heapq.heappop(self.offers)
+            if offer.before is not self.chosen[offer.position]:
+                self._renew(offer)
+            elif self._fits(offer):
+                self._accept(offer)
+        return self._plan()
+
+    def _offer(self, index: int, after: Level) -> None:
+        before = self.chosen[index]
+        rank = (-_saved_per_byte(before, after), -index, next(self.serial))
+        heapq.heappush(self.offers, _Offer(rank, index, before, after))
+
+    def _offer_next(self, index: int) -> None:
+        """Offer the level after the chosen one."""
+        options = self.options[index]
+        following = options.index(self.chosen[index]) + 1
+        if following < len(options):
+            self._offer(index, options[following])
+
+    def _offer_everything(self, index: int) -> None:
+        """Offer plain autograd for the last update before the cut, if there is one."""
+        if index >= 0:
+            self._offer(index, everything(self.updates[index]))
+
+    def _renew(self, offer: _Offer) -> None:
+        """The update has changed its level since this offer. Everything is still to be had."""
+        if offer.after.choice is None:
+            self._offer(offer.position, offer.after)
+
+    def _fits(self, offer: _Offer) -> bool:
+        if offer.position >= self.cut:  # everything of it is kept already
+            return False
+        if offer.own_bytes > self.room[offer.position]:
+            return False
+        later = self.room[offer.position + 1 :]
+        return not later or offer.bytes <= min(later)
+
+    def _accept(self, offer: _Offer) -> None:
+        index = offer.position
+        bytes_ = offer.bytes
+        self.room[index] -= offer.own_bytes
+        self.room[index + 1 :] = [free - bytes_ for free in self.room[index + 1 :]]
+        self.chosen[index] = offer.after
+        if offer.after.choice is not None:
+            self._offer_next(index)
+            return
+        self.cut = index
+        self._offer_everything(index - 1)
+
+    def _plan(self) -> Plan:
+        choices = {
+            index: level.choice
+            for index, level in enumerate(self.chosen[: self.cut])
+            if level.choice is not None and level.choice != NOTHING
+        }
+        return Plan(keep_from=self.cut, choices=choices)

@@ -1,0 +1,321 @@
+"""`Profile`: what one watched forward pass of a program needs, in bytes and in time.
+
+A budget watches the first forward pass for each shape of input. For every update the profile
+records:
+
+- the operations that its function runs, each with its time and the bytes of its results,
+- the bytes that autograd saves, and the most bytes that are alive in forward and in backward,
+- the bytes of the parameter gradients that its backward creates.
+
+`retrograd.planner` decides from these numbers what later passes keep.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from retrograd.core.guards.random_state import as_bytes
+from retrograd.core.memory import Plan
+from retrograd.core.private import CPU_ATTENTION
+from retrograd.core.tensors import distinct_bytes, largest_shard, local, nbytes, storage_of
+from retrograd.measure import LiveBytes, flops_of
+
+
+class Speed(NamedTuple):
+    """What a device does in a second."""
+
+    flops: float
+    bytes: float
+
+
+# Time is computed from FLOPs and bytes, not measured: every process of a group must make the same
+# plan. The speeds are rough, because only their ratio matters.
+SPEEDS = {"cpu": Speed(1e11, 1e10), "cuda": Speed(1e14, 1e12)}
+
+
+class Operation(NamedTuple):
+    """One operation inside a function."""
+
+    name: Any  # the torch operator
+    number: int  # counts the calls of this operator in the function, from 0
+    seconds: float
+    bytes: int  # of its results; 0 if it allocated nothing (a view, an in-place operation)
+    gradient_bytes: int  # of the gradients of its inputs and results; parameters excluded
+    saves_before: int  # how many tensors autograd had saved when it began
+    counted: bool  # may be kept: it has a FLOP formula, is not random, its results are not edited
+    storages: frozenset[int]  # the memory of its results
+    is_saved: bool = False  # autograd saves all of its results anyway
+
+
+@dataclass
+class UpdateProfile:
+    """What the watched pass needed for one update."""
+
+    operations: list[Operation] = field(default_factory=list)
+    forward_bytes: int = 0  # the most alive at once while the function ran
+    backward_bytes: int = 0  # the same for its backward: an estimate
+    saved_bytes: int = 0  # saved by autograd; parameters excluded
+    output_bytes: int = 0
+    saved_by_fn: int = 0  # how many tensors autograd saved for the function
+    coupling_saves: bool = False  # autograd saved tensors for the coupling, too
+    gradients: dict[int, int] = field(default_factory=dict)  # bytes, by the parameter's id
+
+    @property
+    def seconds(self) -> float:
+        return sum(operation.seconds for operation in self.operations)
+
+    def add_saved(
+        self,
+        saved: Sequence[Tensor],
+        saved_by_fn: int,
+        outputs: Sequence[Tensor],
+        parameters: Sequence[Any],
+        streams: Sequence[Tensor],
+    ) -> None:
+        """Add what is known when forward has finished the update."""
+        # `Linear` saves a view of its weight: compare the memory, not the tensor.
+        activations = _outside(saved, {storage_of(local(parameter)) for parameter in parameters})
+        # The streams are alive in any case.
+        own = _outside(activations, {storage_of(stream) for stream in streams})
+        self.saved_by_fn = saved_by_fn
+        self.coupling_saves = saved_by_fn < len(saved)
+        self.saved_bytes = distinct_bytes(activations)
+        self.output_bytes = distinct_bytes(outputs)
+        self.backward_bytes = _backward_bytes(self.operations, own, outputs)
+        saved_storages = {storage_of(tensor) for tensor in own if tensor is not None}
+        self.operations = [
+            operation._replace(is_saved=operation.storages <= saved_storages)
+            for operation in self.operations
+        ]
+        self.gradients = {
+            id(parameter): largest_shard(parameter)
+            for parameter in parameters
+            if parameter.requires_grad
+        }
+
+
+def _outside(tensors: Iterable[Tensor | None], storages: set[int]) -> list[Tensor | None]:
+    """The tensors, with None in place of each that lives in one of these storages."""
+    return [
+        None if tensor is None or storage_of(tensor) in storages else tensor for tensor in tensors
+    ]
+
+
+def _backward_bytes(
+    operations: Sequence[Operation], saved: Sequence[Tensor | None], outputs: Sequence[Tensor]
+) -> int:
+    """The most bytes that are alive at once in the backward of an update.
+
+    Backward goes through the operations from the last to the first. At each of them, the tensors
+    that autograd saved up to there are still alive, and the gradients of what it read and returned
+    exist. The gradient of the function's output does not count: it is the gradient of a stream.
+    """
+    output_bytes = {storage_of(tensor): tensor.nbytes for tensor in outputs}
+    saves_after = [*(operation.saves_before for operation in operations[1:]), len(saved)]
+    most = distinct_bytes(saved)
+    for operation, count in zip(operations, saves_after):
+        stream_gradients = sum(output_bytes.get(storage, 0) for storage in operation.storages)
+        alive = distinct_bytes(saved[:count]) + operation.gradient_bytes - stream_gradients
+        most = max(most, alive)
+    return most
+
+
+class PlanMaker(Protocol):
+    """A memory mode that plans from a profile: `Budget`."""
+
+    def plan_for(self, profile: Profile, fresh: bool) -> Plan: ...
+
+
+class Profile:
+    """What one forward pass of a program needs; remembers the plans that were made from it.
+
+    `profiling.Profiling` fills it during that pass.
+    """
+
+    def __init__(self, updates: int) -> None:
+        self.updates = [UpdateProfile() for _ in range(updates)]
+        self.state_bytes = 0  # of all streams
+        self.is_complete = False
+        self.plans: dict[tuple[PlanMaker, bool], Plan] = {}
+
+    # --- what a step needs
+
+    def gradients(self) -> dict[int, int]:
+        """The bytes of each parameter's gradient. Several updates may use the same parameter."""
+        merged: dict[int, int] = {}
+        for update in self.updates:
+            merged.update(update.gradients)
+        return merged
+
+    def needs(self, fresh: bool) -> list[int]:
+        """Bytes at each update of the backward pass if nothing is kept, less all parameter
+        gradients.
+
+        If `fresh`, the gradients that later updates of the walk create do not exist yet. If not,
+        gradients are accumulated: all exist already, and a new one is alive beside the old one that
+        it is added to.
+        """
+        last = len(self.updates) - 1
+        needs = []
+        for index, (update, to_come) in enumerate(zip(self.updates, self._gradients_to_come())):
+            need = self._working_bytes(update)
+            if index == last:
+                need += self.state_bytes  # the output of the stack
+            if fresh:
+                need -= to_come
+            else:
+                need += max(update.gradients.values(), default=0)
+            needs.append(need)
+        return needs
+
+    def _working_bytes(self, update: UpdateProfile) -> int:
+        """The streams and their gradients, and the most that the update itself needs: in its
+        recompute, in its backward, or when new streams and new gradients replace the old ones.
+        """
+        streams = 2 * self.state_bytes
+        return streams + max(update.forward_bytes, update.backward_bytes, streams)
+
+    def _gradients_to_come(self) -> list[int]:
+        """For each update, the bytes of the parameter gradients that do not exist yet when backward
+        has passed it.
+        """
+        missing = self.gradients()
+        remaining = sum(missing.values())
+        to_come = []
+        for update in reversed(self.updates):
+            for parameter in update.gradients:
+                remaining -= missing.pop(parameter, 0)
+            to_come.append(remaining)
+        return to_come[::-1]
+
+    def plain(self, fresh: bool) -> int:
+        """The peak of plain autograd: everything is kept."""
+        saved_before = itertools.accumulate(
+            (update.saved_bytes for update in self.updates), initial=0
+        )
+        peaks = (need + saved for need, saved in zip(self.needs(fresh), saved_before))
+        return max(peaks, default=0)
+
+    # --- plans
+
+    def plan(self, budget: PlanMaker, fresh: bool) -> Plan:
+        """The plan of a budget: made once, then remembered."""
+        key = (budget, fresh)
+        if key not in self.plans:
+            self.plans[key] = self._plan(budget, fresh)
+        return self.plans[key]
+
+    def _plan(self, budget: PlanMaker, fresh: bool) -> Plan:
+        if not any(update.saved_by_fn for update in self.updates):  # nothing is ever rebuilt
+            return Plan(keep_from=len(self.updates))
+        return budget.plan_for(self, fresh)
+
+
+class OperationRecorder(LiveBytes):
+    """While active, lists the operations that run, and counts live bytes."""
+
+    def __init__(self, saved: Sized, parameters: Iterable[Any]) -> None:
+        super().__init__()
+        self.saved = saved  # the tensors that autograd has saved of the function so far
+        self.parameter_storages = {storage_of(local(parameter)) for parameter in parameters}
+        self.operations: list[Operation] = []
+        self.calls: dict[Any, int] = {}
+        self.edited: set[int] = set()  # storages that an in-place operation wrote to
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        saves_before = len(self.saved)
+        bytes_before = self.now
+        random_before = as_bytes(torch.get_rng_state())
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        drew = as_bytes(torch.get_rng_state()) != random_before
+        if _is_mutable(func):
+            written = _tensors((*args[:1], *kwargs.values()))
+            self.edited.update(map(storage_of, written))
+        flops = _flops(func, args, kwargs, result)
+        inputs = list(_tensors(args))
+        outputs = list(_tensors(result))
+        speed = _speed(inputs)
+        allocated = distinct_bytes(outputs) if self.now != bytes_before else 0
+        if not allocated:  # no memory is moved, and gradients need no memory of their own
+            inputs = []
+            outputs = []
+        moved = sum(map(nbytes, inputs + outputs))
+        self.operations.append(
+            Operation(
+                name=func,
+                number=self._call_number(func),
+                seconds=(flops or 0) / speed.flops + moved / speed.bytes,
+                bytes=allocated,
+                gradient_bytes=self._gradient_bytes(inputs, outputs),
+                saves_before=saves_before,
+                # A random operation must run again, or all later ones would draw other numbers.
+                counted=flops is not None and not drew and not _is_random(func),
+                storages=frozenset(map(storage_of, outputs)),
+            )
+        )
+        return result
+
+    def _call_number(self, func: Any) -> int:
+        number = self.calls.get(func, 0)
+        self.calls[func] = number + 1
+        return number
+
+    def _gradient_bytes(self, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+        """Of the gradients of an operation. `UpdateProfile.gradients` has those of parameters."""
+        differentiable = [
+            tensor
+            for tensor in inputs
+            if tensor.is_floating_point() and storage_of(tensor) not in self.parameter_storages
+        ]
+        return sum(map(nbytes, differentiable + outputs))
+
+    def finish(self) -> list[Operation]:
+        """All operations. A result that was edited in place later cannot be kept.
+
+        Lets go of what autograd saved: the recorder is part of a reference cycle.
+        """
+        self.saved = ()
+        return [
+            operation._replace(counted=operation.counted and not operation.storages & self.edited)
+            for operation in self.operations
+        ]
+
+
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def _is_mutable(func: Any) -> bool:
+    return hasattr(func, "_schema") and func._schema.is_mutable
+
+
+def _speed(inputs: Sequence[Tensor]) -> Speed:
+    device = inputs[0].device.type if inputs else "cpu"
+    return SPEEDS.get(device, SPEEDS["cuda"])
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
+    """FLOPs by torch's formulas; for attention on a CPU, which torch does not count, by our own."""
+    if getattr(func, "_overloadpacket", None) is CPU_ATTENTION:
+        query = args[0]
+        key = args[1]
+        *batch, queries, channels = query.shape
+        return 4 * math.prod(batch) * queries * key.shape[-2] * channels
+    return flops_of(func, args, kwargs, result)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value, and in tuples and lists of values."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)

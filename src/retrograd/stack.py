@@ -1,0 +1,347 @@
+"""What all stacks have in common: their settings, and how a call runs.
+
+A stack is a program of updates. A call runs as plain autograd (`core.program.Pass`), or it is
+recorded so that backward can walk back (`core.tape.Tape`). Subclasses say what the program is, how
+an input becomes streams, and how streams become an output.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrograd.core.exact import DriftAction, Grid, Precision
+from retrograd.core.guard import Guard
+from retrograd.core.guards import guards_of_plain_pass
+from retrograd.core.guards.versions import OutputVersions
+from retrograd.core.memory import Call, Keep, MemoryMode, Plan, plan_of
+from retrograd.core.observe import observed_guards, observed_memory
+from retrograd.core.private import are_transforms_active, break_graph, without_compiler
+from retrograd.core.program import Pass, Program, Step
+from retrograd.core.streams import flatten_stream, unflatten
+from retrograd.core.structure import StackCache
+from retrograd.core.tape import Tape
+from retrograd.core.updates import Additive, Coupling
+from retrograd.profile import Profile
+from retrograd.profiling import Profiling, plan_call
+from retrograd.stepplan import StepPlan, forecast
+
+ADD = Additive()
+
+Blocks = Sequence[Sequence[Step]]  # the updates of a program, block by block
+
+
+class Stack(nn.Module):
+    """The base class of `ReversibleSequence` and `Reversible`."""
+
+    precision: Precision
+    _hands_out_streams = False
+
+    def __init__(
+        self,
+        memory: MemoryMode,
+        exact: bool | Grid,
+        drift: DriftAction,
+        stream_dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.memory = memory
+        self.precision = Precision(exact, drift, stream_dtype)
+        self._cache = StackCache()
+
+    # --- settings, which may be assigned at any time
+
+    @property
+    def memory(self) -> MemoryMode:
+        return self._memory
+
+    @memory.setter
+    def memory(self, memory: MemoryMode) -> None:
+        self._memory = checked_memory(memory)
+
+    @property
+    def exact(self) -> bool | Grid:
+        return self.precision.exact
+
+    @exact.setter
+    def exact(self, exact: bool | Grid) -> None:
+        self._set_precision(Precision(exact, self.drift, self.stream_dtype))
+
+    @property
+    def drift(self) -> DriftAction:
+        return self.precision.drift
+
+    @drift.setter
+    def drift(self, drift: DriftAction) -> None:
+        self._set_precision(Precision(self.exact, drift, self.stream_dtype))
+
+    @property
+    def stream_dtype(self) -> torch.dtype | None:
+        return self.precision.stream_dtype
+
+    @stream_dtype.setter
+    def stream_dtype(self, stream_dtype: torch.dtype | None) -> None:
+        self._set_precision(Precision(self.exact, self.drift, stream_dtype))
+
+    def _set_precision(self, precision: Precision) -> None:
+        for where, coupling in self._couplings():
+            precision.coupling(coupling, where)  # raises for one that cannot be exact
+        self.precision = precision
+
+    # --- what a subclass defines
+
+    def _couplings(self) -> Iterable[tuple[str, Coupling]]:
+        """The couplings, and where each is, for messages."""
+        raise NotImplementedError
+
+    def _functions(self) -> Iterable[tuple[nn.Module, str]]:
+        """Where each function is: an attribute of a module."""
+        raise NotImplementedError
+
+    def _blocks(self, value: Any, kwargs: dict[str, Any]) -> Blocks:
+        """The program of a call."""
+        raise NotImplementedError
+
+    def _open(self, value: Any, name: str) -> dict[str, Any]:
+        """The streams that an input, or an output, consists of."""
+        raise NotImplementedError
+
+    def _close(self, run: Pass) -> Any:
+        """The output that the streams of a pass make."""
+        raise NotImplementedError
+
+    def _run_blocks(self, run: Pass, blocks: Blocks, undo: bool = False) -> None:
+        """Apply all updates, or take them back, the last one first."""
+        raise NotImplementedError
+
+    # --- a call
+
+    def forward(self, value: Any, /, **kwargs: Any) -> Any:
+        memory = observed_memory(self, self.memory)
+        if is_plain(memory):
+            return self._plain(value, kwargs)
+        # [Note: torch.compile] Forward and recompute must call the same callable, compiled or not,
+        # or they save different tensors. A compiled model would compile the functions in forward,
+        # but not in backward, where the walk calls them. So a recorded call runs outside the
+        # compiler; functions that were compiled themselves stay compiled both times.
+        break_graph(
+            "retrograd runs a stack outside the compiler, because backward must run the functions "
+            "that forward ran: compile them with stack.compile(), and the model around them "
+            "without fullgraph=True."
+        )
+        return self._recorded(value, kwargs, memory)
+
+    def _plain(self, value: Any, kwargs: dict[str, Any]) -> Any:
+        """A call as plain autograd."""
+        blocks = self._blocks(value, kwargs)
+        run = self._pass(flat(blocks), self._open(value, "the input"), kwargs, "the input")
+        return self._output(run, blocks)
+
+    @without_compiler
+    def _recorded(self, value: Any, kwargs: dict[str, Any], memory: MemoryMode) -> Any:
+        """A call that backward can walk back."""
+        blocks = self._blocks(value, kwargs)
+        run = self._tape(flat(blocks), self._open(value, "the input"), kwargs, memory)
+        return self._output(run, blocks)
+
+    def _output(self, run: Pass, blocks: Blocks) -> Any:
+        run.start()
+        self._run_blocks(run, blocks)
+        output = self._close(run)
+        run.finish()
+        return (output, run.aux) if run.aux else output
+
+    def _pass(
+        self, program: Program, streams: dict[str, Any], kwargs: dict[str, Any], start: str
+    ) -> Pass:
+        run = Pass(program, streams, kwargs, self.precision)
+        if not torch.compiler.is_compiling():  # a traced graph has no versions and no values
+            guards = guards_of_plain_pass(program, self.precision, start)
+            run.surround(observed_guards(self, program, guards))
+        return run
+
+    def _tape(
+        self,
+        program: Program,
+        streams: dict[str, Any],
+        kwargs: dict[str, Any],
+        memory: MemoryMode,
+    ) -> Tape:
+        plan, measuring = plan_call(self, self._cache, memory, program, streams, kwargs)
+        choose = functools.partial(self._guards, program, measuring)
+        return Tape(program, streams, kwargs, self.precision, plan, self._cache, choose)
+
+    def _guards(self, program: Program, own: list[Guard], guards: list[Guard]) -> list[Guard]:
+        """The guards of a recorded call: those of the engine, of the stack and of observers."""
+        if self._hands_out_streams:
+            own = [*own, OutputVersions(program)]
+        return observed_guards(self, program, [*guards, *own])
+
+    def _inverse(self, value: Any, kwargs: dict[str, Any]) -> Any:
+        """The input that gave `value`."""
+        blocks = self._blocks(value, kwargs)
+        with torch.no_grad():
+            run = self._pass(flat(blocks), self._open(value, "the output"), kwargs, "the output")
+        run.index = len(run.program)
+        run.start()
+        self._run_blocks(run, blocks, undo=True)
+        run.finish()
+        with torch.no_grad():
+            return self._close(run)
+
+    # --- tools
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the functions, each by itself and in place; arguments as of `torch.compile`.
+
+        What surrounds them stays as it is, because backward runs them again and must run what
+        forward ran. Functions of the same code share what is compiled, and recompute compiles
+        nothing. If they differ in Python attributes, torch stops after 8 variants, with a warning;
+        `isolate_recompiles=True` compiles each for itself.
+
+        Example:
+            >>> pairs = [(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(4)]
+            >>> stack = rg.ReversibleSequence(pairs)
+            >>> stack.compile(backend="aot_eager")
+        """
+        compiled: dict[int, Any] = {}  # a function that is used twice stays one
+        for holder, name in self._functions():
+            fn = getattr(holder, name)
+            if id(fn) not in compiled:
+                compiled[id(fn)] = fn, compiled_function(fn, args, kwargs)
+            setattr(holder, name, compiled[id(fn)][1])
+
+    @without_compiler
+    def plan(self, value: Any, /, **kwargs: Any) -> StepPlan:
+        """What `memory` keeps of each update for such an input, and the bytes of a step then.
+
+        Runs forward once and measures it. Random states and buffers are left as they were.
+
+        Example:
+            >>> from torch.nn import GELU, Linear, Sequential
+            >>> mlp = lambda: Sequential(Linear(64, 256), GELU(), Linear(256, 64))
+            >>> pairs = [(mlp(), mlp()) for _ in range(8)]
+            >>> stack = rg.ReversibleSequence(pairs, memory=rg.Budget("50%"))
+            >>> plan = stack.plan(torch.randn(512, 64))
+            >>> plan.peak <= plan.plain / 2
+            True
+        """
+        blocks = self._blocks(value, kwargs)
+        program = flat(blocks)
+        profile = Profile(len(program))
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self.buffers()]
+        try:
+            with forked_rng(self), torch.enable_grad():
+                self._measure(value, kwargs, blocks, profile)
+        finally:
+            restore_buffers(buffers)
+        targets = [step.target for step in program]
+        plan = plan_of(self.memory, Call(targets, profile))
+        return forecast(self.memory, plan, profile, [step.name for step in program], fresh=True)
+
+    def _measure(
+        self, value: Any, kwargs: dict[str, Any], blocks: Blocks, profile: Profile
+    ) -> None:
+        """Run forward once, with nothing kept, and fill the profile."""
+        program = flat(blocks)
+        streams = self._open(value, "the input")
+        cache = StackCache()
+        nothing = Plan(keep_from=len(program))
+
+        def choose(guards: list[Guard]) -> list[Guard]:
+            return [*guards, Profiling(profile, cache)]
+
+        tape = Tape(program, streams, kwargs, self.precision, nothing, cache, choose)
+        self._output(tape, blocks)
+
+
+def flat(blocks: Blocks) -> list[Step]:
+    return [step for steps in blocks for step in steps]
+
+
+def is_plain(memory: MemoryMode) -> bool:
+    """Whether a call runs as plain autograd.
+
+    It does where nothing is rebuilt, and where saved-tensor hooks are not allowed or not followed:
+    inside torch.func transforms, in forward-mode differentiation, and while a graph is traced or
+    exported.
+    """
+    if isinstance(memory, Keep) or not torch.is_grad_enabled():
+        return True
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return True
+    return are_transforms_active()
+
+
+def compiled_function(fn: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(fn, nn.Module):
+        fn.compile(*args, **kwargs)
+        return fn
+    return torch.compile(fn, *args, **kwargs)
+
+
+def forked_rng(module: nn.Module) -> Any:
+    """A context that puts the random states back, of the CPU and of the module's accelerator."""
+    kinds = {parameter.device.type for parameter in module.parameters()} - {"cpu", "meta"}
+    if not kinds:
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng(device_type=sorted(kinds)[0])
+
+
+@torch.no_grad()
+def restore_buffers(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for buffer, before in buffers:
+        if not torch.equal(buffer, before):  # a copy would count as an edit
+            buffer.copy_(before)
+
+
+def detached(value: Any) -> Any:
+    leaves, spec = flatten_stream(value, "the output")
+    return unflatten([leaf.detach() for leaf in leaves], spec)
+
+
+# --- checks of arguments
+
+
+def checked_memory(memory: Any) -> MemoryMode:
+    if hasattr(memory, "plan") and not isinstance(memory, type):
+        return memory
+    what = f"the class {memory.__name__}" if isinstance(memory, type) else repr(memory)
+    raise TypeError(
+        f"memory is {what}: pass rg.Reverse(), rg.Budget(...), rg.Anchor(...), rg.Keep() or an "
+        "object of your own with a method plan(call)."
+    )
+
+
+def checked_coupling(coupling: Any) -> Coupling:
+    """`coupling`, or a `TypeError` that says what a coupling is."""
+    names = ("forward", "inverse")
+    if isinstance(coupling, type):
+        what = f"the class {coupling.__name__}"
+    elif all(callable(getattr(coupling, name, None)) for name in names):
+        return coupling
+    else:
+        what = f"{coupling!r}, without forward and inverse"
+    raise TypeError(
+        f"coupling is {what}. A coupling is an instance with forward(x, out) and inverse(y, out): "
+        "rg.Additive(), rg.Affine(), rg.Momentum(0.9) or your own subclass of rg.Coupling."
+    )
+
+
+def check_function(fn: Any, where: str) -> None:
+    if callable(fn) and not isinstance(fn, type):
+        return
+    if isinstance(fn, type):
+        what = f"the class {fn.__name__}; pass an instance"
+    else:
+        what = f"{fn!r:.80}, which is not callable"
+    raise TypeError(f"{where} is {what}. Pass a module or a function.")
+
+
+def returns_of(coupling: Coupling) -> tuple[str, ...]:
+    """What a coupling wants from the function."""
+    return getattr(coupling, "returns", ADD.returns)
