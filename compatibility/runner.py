@@ -109,10 +109,12 @@ def _outcome(task: Task, rank: int, process: ForkServerProcess, limit: float) ->
 def _severity(outcome: Outcome) -> tuple[int, bool]:
     """The order in which the outcomes of several processes are reported.
 
-    If one process raises, its partner finds the connection closed, or never made: that says less.
+    If one process fails, its partner finds the connection closed, or never made: that says less.
+    The log is shared, so it may be the last line that is quoted for the process that died.
     """
     detail = outcome["detail"]
-    is_consequence = "Connection closed" in detail or "connectFullMesh" in detail
+    lost_partner = "Connection closed" in detail or "connectFullMesh" in detail
+    is_consequence = lost_partner and not detail.startswith("died of")
     return (EQUAL, WRONG, RAISED).index(outcome["verdict"]), not is_consequence
 
 

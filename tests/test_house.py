@@ -1,4 +1,4 @@
-"""The house: what is public, which way imports run, how small the core is."""
+"""The house: what is public, which way imports run, how simple its functions are."""
 
 import ast
 import re
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import retrograd as rg
+from benchmarks import house
 
 SOURCE = Path(rg.__file__).parent
 CORE = sorted((SOURCE / "core").rglob("*.py"))
@@ -84,6 +85,16 @@ def test_torch_is_used_through_its_public_names():
         if path.name != "private.py":
             found = [line for line in path.read_text().splitlines() if private.search(line)]
             assert not found, (path.name, found)
+
+
+def test_functions_are_simple():
+    """Ruff checks C901 (pyproject.toml). This also counts boolean operators and comprehensions."""
+    worst, name = house.by_all_branches(SOURCE.rglob("*.py"))[0]
+    assert worst <= 20, name
+
+
+def test_the_core_is_not_dense():
+    assert house.tokens_per_line(CORE) <= 8
 
 
 def test_nothing_is_named_for_nothing_in_particular():

@@ -6,12 +6,12 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import retrograd as rg
 from retrograd.core.private import surrounding_hooks
-from retrograd.core.saved import KeywordArguments, Saved, load_state, save_state
+from retrograd.core.saved import KeywordArguments, load_state, save, save_state
 
 
 def test_a_tensor_and_its_version():
     tensor = torch.zeros(3)
-    saved = Saved(tensor)
+    saved = save(tensor)
     assert saved.get("here", "a tensor") is tensor
     assert not saved.is_edited
     tensor.add_(1)
@@ -28,11 +28,11 @@ def test_hooks_around_us_pack_it():
         return len(packed) - 1
 
     with saved_tensors_hooks(pack, packed.__getitem__):
-        saved = Saved(torch.ones(2), surrounding_hooks())
+        saved = save(torch.ones(2), surrounding_hooks())
     assert saved.content == 0
     assert torch.equal(saved.get("here", "it"), torch.ones(2))
     with save_on_cpu():
-        saved = Saved(torch.ones(2), surrounding_hooks())
+        saved = save(torch.ones(2), surrounding_hooks())
     assert torch.equal(saved.get("here", "it"), torch.ones(2))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retrograd.core.memory import Operation
 from retrograd.core.private import DispatchMode
-from retrograd.core.saved import Saved
+from retrograd.core.saved import Saved, save
 from retrograd.core.streams import (
     Spec,
     flatten,
@@ -59,7 +59,7 @@ class KeepOperations(DispatchMode):
         number = self.calls[func] = self.calls.get(func, -1) + 1
         if (func, number) in self.chosen:
             leaves, spec = flatten(result)
-            leaves = [Saved(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            leaves = [save(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             kept = KeptOperation(len(self.saved), _shapes(args), leaves, spec)
             self.kept[func, number] = kept
         return result

@@ -218,7 +218,12 @@ class Pass:
         """A stream as functions see it."""
         if name in self.casts:
             return unflatten(self.casts[name], self.specs[name])
-        return read(self.state[name], self.specs[name], self.dtypes[name])
+        leaves = self.state[name]
+        spec = self.specs[name]
+        dtypes = self.dtypes[name]
+        if spec is None and dtypes is None:
+            return leaves[0]  # the usual case
+        return read(leaves, spec, dtypes)
 
     def streams(self) -> dict[str, Any]:
         """The streams as the caller gets them, in the dtypes of the input."""

@@ -1,36 +1,24 @@
-"""Tensors that are kept for backward, and the hooks by which autograd hands them over.
+"""Tensors that are kept for backward.
 
 Everything that the engine keeps is a `Saved`: the streams from which backward starts, the tensors
 in keyword arguments, what a plan keeps of an update, and what autograd saves in a recompute.
-
-In forward, autograd hands each tensor that it wants to save to `ForwardHooks.pack` and stores the
-number that `pack` returns. In backward it hands the number to `ForwardHooks.unpack`. In between the
-tensors are gone. In recompute, autograd saves the same tensors in the same order, and
-`RecomputeHooks` collects them.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from retrograd.core import errors
-from retrograd.core.private import never_compiled, surrounding_hooks
-from retrograd.core.program import place
+from retrograd.core.private import surrounding_hooks
 from retrograd.core.streams import (
     State,
     flatten,
     unflatten,
 )
-from retrograd.core.tensors import describe
-
-if TYPE_CHECKING:
-    from retrograd.core.memory import Operation
-    from retrograd.core.operations import KeptOperation
-    from retrograd.core.walk import Walk
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack and unpack
 SavedState = dict[str, tuple["Saved", ...]]
@@ -40,29 +28,12 @@ SavedOutput = list[tuple["Saved", ...]]
 content_of = operator.attrgetter("content")
 
 
-class Saved:
-    """A tensor, and the version that it had when it was saved.
+class Saved(NamedTuple):
+    """A tensor, and the version that it had when it was saved."""
 
-    With `hooks`, the tensor is packed by them, as autograd packs what it saves. So hooks around a
-    stack apply to what the stack keeps: an outer stack drops and rebuilds it, `save_on_cpu` moves
-    it. Then versions are the business of the hooks, as they are in autograd.
-    """
-
-    __slots__ = ("content", "unpack", "version")
-
-    @never_compiled  # hooks call it while a compiled function runs
-    def __init__(
-        self,
-        tensor: Tensor,
-        hooks: Hooks | None = None,
-    ) -> None:
-        self.version = tensor._version
-        if hooks is None:
-            self.content: Any = tensor
-            self.unpack = None
-        else:
-            self.content = hooks[0](tensor)
-            self.unpack = hooks[1]
+    content: Any  # the tensor, or what `pack` made of it
+    version: int
+    unpack: Callable[[Any], Tensor] | None = None  # None: it was not packed
 
     @property
     def is_edited(self) -> bool:
@@ -82,13 +53,26 @@ class Saved:
         return self.content
 
 
+def save(tensor: Tensor, hooks: Hooks | None = None) -> Saved:
+    """Save a tensor.
+
+    With `hooks`, it is packed by them, as autograd packs what it saves. So hooks around a stack
+    apply to what the stack keeps: an outer stack drops and rebuilds it, `save_on_cpu` moves it.
+    Then versions are the business of the hooks, as they are in autograd.
+    """
+    if hooks is None:
+        return Saved(tensor, tensor._version)
+    pack, unpack = hooks
+    return Saved(pack(tensor), tensor._version, unpack)
+
+
 def save_state(state: State, hooks: Hooks | None = None) -> SavedState:
     """Save all streams, outside the graph.
 
     Each leaf is saved as an alias of its own, because `is_unshared` counts tensors, not names.
     """
     return {
-        name: tuple([Saved(leaf.detach(), hooks) for leaf in leaves])
+        name: tuple([save(leaf.detach(), hooks) for leaf in leaves])
         for name, leaves in state.items()
     }
 
@@ -103,110 +87,6 @@ def load_state(
         name: tuple([leaf.get(where, what).detach() for leaf in leaves])
         for name, leaves in saved.items()
     }
-
-
-# --- hooks
-
-
-class ForwardHooks:
-    """The hooks of one update in forward.
-
-    The graph holds them. As long as they live, backward may still ask for a tensor of the update.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "index",
-        "is_kept",
-        "is_recording",
-        "operations",
-        "output",
-        "recording",
-        "saved",
-        "streams",
-        "walk",
-    )
-
-    def __init__(self, walk: Walk, index: int) -> None:
-        self.walk = walk
-        self.index = index
-        self.recording: list[Tensor] = []  # what autograd saves while the function runs
-        self.is_recording = True
-        self.saved: list[Saved | None] | None = None  # the same tensors again, in backward
-        self.is_kept = False  # `saved` serves more than one request
-        # What the plan keeps. It is here and not in the walk, so that it goes as backward goes.
-        self.output: SavedOutput | None = None
-        self.operations: dict[Operation, KeptOperation] = {}
-        self.streams: SavedState | None = None
-
-    @never_compiled
-    def pack(self, tensor: Tensor) -> int:
-        self.recording.append(tensor)
-        return len(self.recording) - 1
-
-    @never_compiled
-    def unpack(self, slot: int) -> Tensor:
-        if self.is_recording:  # the function is still running and calls autograd.grad
-            return self.recording[slot]
-        saved = None if self.saved is None else self.saved[slot]
-        if saved is None:
-            saved = self.walk.saved_tensor(self, slot)
-        tensor: Tensor = saved.content
-        if tensor._version != saved.version:
-            versions = (saved.version, tensor._version)
-            where = place(self.walk.program, self.index)
-            raise errors.edited_after_save(where, describe(tensor), versions)
-        if not self.is_kept:
-            # Autograd asks once. So the tensor is freed now, not when the update is over.
-            self.saved[slot] = None  # type: ignore[index]
-        return tensor
-
-    def end_recording(self) -> None:
-        """Let go of the tensors: they refer to the graph, and the graph refers to these hooks."""
-        self.is_recording = False
-        self.recording = []
-
-    def keep(self, tensors: list[Tensor]) -> None:
-        """Keep what autograd saved until the graph is freed."""
-        self.saved = [Saved(tensor.detach()) for tensor in tensors]
-        self.is_kept = True
-
-
-class RecomputeHooks:
-    """The hooks of one recompute. They collect what autograd saves."""
-
-    __slots__ = ("saved", "stop_at")
-
-    def __init__(self, stop_at: int | None) -> None:
-        self.saved: list[Saved] = []
-        self.stop_at = stop_at  # with so many tensors the function need not go on; None: it must
-
-    @never_compiled
-    def pack(self, tensor: Tensor) -> int:
-        saved = self.saved
-        saved.append(Saved(tensor))
-        if len(saved) == self.stop_at:
-            raise StopRecompute
-        return len(saved) - 1
-
-    @never_compiled
-    def unpack(self, slot: int) -> Tensor:
-        if slot >= len(self.saved):
-            raise errors.stale_activation()
-        return self.saved[slot].content
-
-    def release(self) -> list[Saved]:
-        """Hand over the tensors. They refer to the recomputed graph, and that to these hooks."""
-        saved = self.saved
-        self.saved = []
-        return saved
-
-
-class StopRecompute(BaseException):
-    """Ends a recompute whose output is kept, once autograd has saved what it saved in forward.
-
-    Not an `Exception`, because functions catch those.
-    """
 
 
 # --- keyword arguments
@@ -229,7 +109,7 @@ class KeywordArguments:
             tensor = self.leaves[slot]
             if id(tensor) not in numbers:
                 numbers[id(tensor)] = len(numbers)
-                self.tensors.append((Saved(tensor.detach(), hooks), tensor.requires_grad))
+                self.tensors.append((save(tensor.detach(), hooks), tensor.requires_grad))
             self.duplicates.append(numbers[id(tensor)])
         self.values = [leaf for leaf in self.leaves if not isinstance(leaf, Tensor)]
         self.release()

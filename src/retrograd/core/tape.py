@@ -1,8 +1,9 @@
 """Forward, recorded: the real autograd graph, with a number wherever autograd would save a tensor.
 
-While a function runs, `ForwardHooks` receive each tensor that autograd wants to save, and let go of
-them all when the function is done. What backward needs to make them again is one `Record` for each
-update, in a `walk.Walk`, and whatever the guards of the call remember.
+While a function runs, autograd hands each tensor that it wants to save to `ForwardHooks.pack` and
+stores the number that `pack` returns. When the function is done, the tensors are let go. In
+backward, autograd hands the number to `ForwardHooks.unpack`, and the walk makes the tensor again.
+For that it has one `Record` for each update, and whatever the guards of the call remember.
 
 The last updates are kept (see `memory`): they run as plain autograd, and the state before them is
 where the walk begins.
@@ -17,18 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retrograd.core import errors
 from retrograd.core.exact import Precision
 from retrograd.core.guard import Guard, Guards
 from retrograd.core.guards import guards_of_recorded_pass
 from retrograd.core.memory import (
     NOTHING,
     Choice,
+    Operation,
     Plan,
     is_free,
 )
-from retrograd.core.operations import KeepOperations
+from retrograd.core.operations import KeepOperations, KeptOperation
 from retrograd.core.private import (
     has_step_hooks,
+    never_compiled,
     pop_hooks,
     push_hooks,
     surrounding_hooks,
@@ -41,12 +45,14 @@ from retrograd.core.program import (
     Step,
     combine,
     evaluate,
+    place,
 )
 from retrograd.core.saved import (
-    ForwardHooks,
     KeywordArguments,
     Saved,
     SavedOutput,
+    SavedState,
+    save,
     save_state,
 )
 from retrograd.core.streams import State
@@ -253,6 +259,70 @@ class Tape(Pass):
         self.cache.trusts_casts = True
 
 
+class ForwardHooks:
+    """The hooks of one update in forward.
+
+    The graph holds them. As long as they live, backward may still ask for a tensor of the update.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "index",
+        "is_kept",
+        "is_recording",
+        "operations",
+        "output",
+        "recording",
+        "saved",
+        "streams",
+        "walk",
+    )
+
+    def __init__(self, walk: Walk, index: int) -> None:
+        self.walk = walk
+        self.index = index
+        self.recording: list[Tensor] = []  # what autograd saves while the function runs
+        self.is_recording = True
+        self.saved: list[Saved | None] | None = None  # the same tensors again, in backward
+        self.is_kept = False  # `saved` serves more than one request
+        # What the plan keeps. It is here and not in the walk, so that it goes as backward goes.
+        self.output: SavedOutput | None = None
+        self.operations: dict[Operation, KeptOperation] = {}
+        self.streams: SavedState | None = None
+
+    @never_compiled
+    def pack(self, tensor: Tensor) -> int:
+        self.recording.append(tensor)
+        return len(self.recording) - 1
+
+    @never_compiled
+    def unpack(self, slot: int) -> Tensor:
+        if self.is_recording:  # the function is still running and calls autograd.grad
+            return self.recording[slot]
+        saved = None if self.saved is None else self.saved[slot]
+        if saved is None:
+            saved = self.walk.saved_tensor(self, slot)
+        tensor: Tensor = saved.content
+        if tensor._version != saved.version:
+            versions = (saved.version, tensor._version)
+            where = place(self.walk.program, self.index)
+            raise errors.edited_after_save(where, describe(tensor), versions)
+        if not self.is_kept:
+            # Autograd asks once. So the tensor is freed now, not when the update is over.
+            self.saved[slot] = None  # type: ignore[index]
+        return tensor
+
+    def end_recording(self) -> None:
+        """Let go of the tensors: they refer to the graph, and the graph refers to these hooks."""
+        self.is_recording = False
+        self.recording = []
+
+    def keep(self, tensors: list[Tensor]) -> None:
+        """Keep what autograd saved until the graph is freed."""
+        self.saved = [save(tensor.detach()) for tensor in tensors]
+        self.is_kept = True
+
+
 def functions_of(program: Program, arguments: Iterable[Any]) -> list[Functions]:
     """What each update calls: its function, a user's own coupling, and modules in the arguments."""
     modules = tuple(value for value in arguments if isinstance(value, nn.Module))
@@ -265,7 +335,7 @@ def functions_of(program: Program, arguments: Iterable[Any]) -> list[Functions]:
 
 
 def save_output(output: Output) -> SavedOutput:
-    return [tuple([Saved(out.detach()) for out in outputs]) for outputs in output]
+    return [tuple([save(out.detach()) for out in outputs]) for outputs in output]
 
 
 def number_of_processes() -> int:

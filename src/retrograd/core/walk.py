@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,13 +64,10 @@ from retrograd.core.program import (
     place,
 )
 from retrograd.core.saved import (
-    ForwardHooks,
     KeywordArguments,
-    RecomputeHooks,
     Saved,
     SavedOutput,
     SavedState,
-    StopRecompute,
     content_of,
     leaf_view,
     load_state,
@@ -90,6 +87,9 @@ from retrograd.core.tensors import (
     with_strides,
 )
 from retrograd.core.updates import TRUSTED
+
+if TYPE_CHECKING:
+    from retrograd.core.tape import ForwardHooks
 
 
 class _Recomputing(threading.local):
@@ -430,6 +430,43 @@ class Recompute:
         where = f"backward through {place(self.walk.program, self.index)}"
         what = "an output that was kept"
         return [tuple([saved.get(where, what) for saved in leaf]) for leaf in output]
+
+
+class RecomputeHooks:
+    """The hooks of one recompute. They collect what autograd saves."""
+
+    __slots__ = ("saved", "stop_at")
+
+    def __init__(self, stop_at: int | None) -> None:
+        self.saved: list[Saved] = []
+        self.stop_at = stop_at  # with so many tensors the function need not go on; None: it must
+
+    @never_compiled
+    def pack(self, tensor: Tensor) -> int:
+        saved = self.saved
+        saved.append(Saved(tensor, tensor._version))
+        if len(saved) == self.stop_at:
+            raise StopRecompute
+        return len(saved) - 1
+
+    @never_compiled
+    def unpack(self, slot: int) -> Tensor:
+        if slot >= len(self.saved):
+            raise errors.stale_activation()
+        return self.saved[slot].content
+
+    def release(self) -> list[Saved]:
+        """Hand over the tensors. They refer to the recomputed graph, and that to these hooks."""
+        saved = self.saved
+        self.saved = []
+        return saved
+
+
+class StopRecompute(BaseException):
+    """Ends a recompute whose output is kept, once autograd has saved what it saved in forward.
+
+    Not an `Exception`, because functions catch those.
+    """
 
 
 def leaf_views(leaves: Leaves, needs_grad: list[bool]) -> list[Tensor]:
