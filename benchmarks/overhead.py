@@ -1,19 +1,23 @@
 """What the engine costs beyond the least that reversal on the real autograd graph can do.
 
-    python -m benchmarks.overhead [--rounds 60] [--promises]
+    python -m benchmarks.overhead [--rounds 60] [--promises] [--other CHECKOUT]
 
 On tiny blocks, where bookkeeping shows: microseconds per update, forward and backward, of plain
 autograd, of `Floor` (hooks, recompute and subtraction; no checks, no replay of anything, no
 errors), of retrograd, and of the peers that are installed. With `--promises`, also retrograd
-without the guards of one promise or another: what that promise costs.
+without the guards of one promise or another: what that promise costs. With `--other`, only plain
+autograd and retrograd, here and in another checkout: whether a change made it slower.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
+import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,27 +109,44 @@ class Without(Observer):
         return [guard for guard in guards if not isinstance(guard, self.kinds)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=60, help="timed steps of each contestant")
-    parser.add_argument("--promises", action="store_true", help="also what each promise costs")
-    options = parser.parse_args()
-    rounds = options.rounds
-    size = SIZES["tiny"]
-    x, networks = example(size), contestants(size)
-    networks = {"plain": networks.pop("plain"), "floor": Floor(pairs(size)), **networks}
-    observers: dict[str, AbstractContextManager[object]] = dict.fromkeys(networks, nullcontext())
-    if options.promises:
-        for promise, kinds in PROMISES.items():
-            networks[f"without {promise}"] = networks["retrograd"]
-            observers[f"without {promise}"] = Without(kinds)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in networks}
+def other_retrograd(checkout: Path) -> Any:
+    """The retrograd of another checkout, beside the one that is imported."""
+    ours = {name: module for name, module in sys.modules.items() if is_ours(name)}
+    for name in ours:
+        del sys.modules[name]
+    sys.path.insert(0, str(checkout / "src"))
+    try:
+        found = importlib.import_module("retrograd")
+    finally:
+        sys.path.pop(0)
+        for name in list(filter(is_ours, sys.modules)):
+            del sys.modules[name]
+        sys.modules.update(ours)
+    if not Path(found.__file__ or "").is_relative_to(checkout):
+        raise SystemExit(f"{checkout} is no checkout of retrograd: {found.__file__} was imported.")
+    return found
+
+
+def is_ours(name: str) -> bool:
+    return name.split(".")[0] == "retrograd"
+
+
+Times = dict[str, list[tuple[float, float]]]  # of each network, seconds of forward and of backward
+
+
+def measure(
+    networks: dict[str, nn.Module],
+    observers: dict[str, AbstractContextManager[object]],
+    x: Tensor,
+    rounds: int,
+) -> Times:
+    """Steps of all networks in turn; every other round the other way round."""
+    times: Times = {name: [] for name in networks}
     for i in range(rounds + 5):
-        for name, network in networks.items():
+        for name in list(networks)[:: -1 if i % 2 else 1]:
+            network = networks[name]
             network.zero_grad(set_to_none=True)
-            with observers[name]:
+            with observers.get(name, nullcontext()):
                 start = time.perf_counter()
                 loss = network(x * 1.0).square().mean()
                 middle = time.perf_counter()
@@ -133,16 +154,45 @@ def main() -> None:
                 end = time.perf_counter()
             if i >= 5:
                 times[name].append((middle - start, end - middle))
-    updates = 2 * size.blocks
-    plain = [sum(pair) for pair in times["plain"]]
+    return times
+
+
+def show(times: Times, reference: str, updates: int) -> None:
+    per_step = [sum(pair) for pair in times[reference]]
     print(
-        "| | forward, µs per update | backward, µs per update | step, plain = 1 |\n| --- | ---: | "
-        "---: | ---: |"
+        f"| | forward, µs per update | backward, µs per update | step, {reference} = 1 |\n"
+        "| --- | ---: | ---: | ---: |"
     )
     for name, pairs_ in times.items():
         forward, backward = (1e6 * statistics.median(column) / updates for column in zip(*pairs_))
-        ratio = statistics.median(sum(pair) / reference for pair, reference in zip(pairs_, plain))
-        print(f"| {name} | {forward:.0f} | {backward:.0f} | {ratio:.2f} |")
+        ratio = statistics.median(sum(pair) / step for pair, step in zip(pairs_, per_step))
+        print(f"| {name} | {forward:.0f} | {backward:.0f} | {ratio:.3f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=60, help="timed steps of each contestant")
+    parser.add_argument("--promises", action="store_true", help="also what each promise costs")
+    parser.add_argument("--other", type=Path, help="another checkout to compare with")
+    options = parser.parse_args()
+    size = SIZES["tiny"]
+    x, networks = example(size), contestants(size)
+    networks = {"plain": networks.pop("plain"), "floor": Floor(pairs(size)), **networks}
+    observers: dict[str, AbstractContextManager[object]] = {}
+    reference = "plain"
+    if options.other is not None:
+        torch.set_num_threads(1)
+        reference = "other"
+        rg = other_retrograd(options.other.resolve())
+        other = rg.ReversibleSequence(pairs(size), streams=rg.Split())
+        networks = {"plain": networks["plain"], "other": other, "retrograd": networks["retrograd"]}
+    if options.promises:
+        for promise, kinds in PROMISES.items():
+            networks[f"without {promise}"] = networks["retrograd"]
+            observers[f"without {promise}"] = Without(kinds)
+    show(measure(networks, observers, x, options.rounds), reference, updates=2 * size.blocks)
 
 
 if __name__ == "__main__":
