@@ -7,6 +7,7 @@ the stack.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ class Profiling(Guard):
 
     def __init__(self, profile: Profile, cache: StackCache) -> None:
         self.profile = profile
-        self.cache = cache
+        self.cache = weakref.proxy(cache)
 
     def _parameters(self, update: Application) -> list[Tensor]:
         assert self.cache.structure is not None

@@ -153,7 +153,8 @@ class Stack(nn.Module):
         self._run_blocks(run, blocks)
         output = self._close(run)
         run.finish()
-        return (output, run.aux) if run.aux else output
+        output, aux = run.hand_out((output, run.aux))
+        return (output, aux) if aux else output
 
     def _pass(
         self, program: Program, streams: dict[str, Any], kwargs: dict[str, Any], start: str

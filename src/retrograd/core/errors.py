@@ -267,6 +267,18 @@ def wrong_inverse(
     return explain(CouplingError, where, what, why, fix)
 
 
+def output_was_dropped() -> RetrogradError:
+    return explain(
+        RecomputeError,
+        "backward",
+        "goes through a stack whose output is gone.",
+        "the output holds what is needed to run the functions again; the loss uses only a tensor "
+        "that a function stored on the way.",
+        "keep the output of the stack until backward, or return the tensor as rg.WithAux(output, "
+        "tensor).",
+    )
+
+
 def already_passed(where: str) -> RetrogradError:
     why = "an earlier backward freed the streams it was rebuilt from, or was interrupted."
     fix = "run forward again; for a second backward, call the first with retain_graph=True."

@@ -70,6 +70,12 @@ class Step(NamedTuple):
 Program = Sequence[Step]
 
 
+class HeldProgram(list[Step]):
+    """A program that weak references can refer to."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Application:
     """One update being applied: what goes in, and what comes out."""
 
@@ -213,6 +219,10 @@ class Pass:
         """Call this after the last update, before the streams are handed out."""
         for after_forward in self.guards.after_forward:
             after_forward(self.state)
+
+    def hand_out(self, values: Any) -> Any:
+        """The outputs of the pass, as the caller gets them."""
+        return values
 
     def read(self, name: str) -> Any:
         """A stream as functions see it."""

@@ -7,6 +7,7 @@ in keyword arguments, what a plan keeps of an update, and what autograd saves in
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -92,42 +93,56 @@ def load_state(
 # --- keyword arguments
 
 
+class Objects(list[Any]):
+    """The leaves of keyword arguments that are no tensors; None in place of each tensor."""
+
+    __slots__ = ("__weakref__",)
+
+
 class KeywordArguments:
     """The keyword arguments of a call: tensors are saved, everything else is held by reference.
 
     `get` returns fresh containers, so a list that a function appends to grows once, in forward.
+    Objects may refer to the output of the call, so only a `ForwardContext` holds them strongly.
     """
 
     def __init__(self, keywords: dict[str, Any]) -> None:
-        self.leaves, self.spec = flatten(keywords)
-        self.slots = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        leaves, self.spec = flatten(keywords)
+        self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.tensors: list[tuple[Saved, bool]] = []
         self.duplicates: list[int] = []  # for each slot, the number of its tensor
         numbers: dict[int, int] = {}
         hooks = surrounding_hooks()
         for slot in self.slots:
-            tensor = self.leaves[slot]
+            tensor = leaves[slot]
             if id(tensor) not in numbers:
                 numbers[id(tensor)] = len(numbers)
                 self.tensors.append((save(tensor.detach(), hooks), tensor.requires_grad))
             self.duplicates.append(numbers[id(tensor)])
-        self.values = [leaf for leaf in self.leaves if not isinstance(leaf, Tensor)]
-        self.release()
+            leaves[slot] = None
+        self.views: list[Tensor] | None = None
+        self._objects: Objects | None = Objects(leaves)
+        self.objects = weakref.proxy(self._objects)
+
+    def hand_over_objects(self) -> Objects:
+        """The objects, which must be held from now on by whoever asks."""
+        objects = self._objects
+        assert objects is not None
+        self._objects = None
+        return objects
 
     def release(self) -> None:
         """Let go of the tensors that `get` unpacked."""
-        self.is_unpacked = not self.slots
-        for slot in self.slots:
-            self.leaves[slot] = None
+        self.views = None
 
     def get(self) -> dict[str, Any]:
         """The arguments for a recompute. Tensors are unpacked once in a walk back."""
-        if not self.is_unpacked:
-            views = [self._view(saved, needs_grad) for saved, needs_grad in self.tensors]
-            for slot, number in zip(self.slots, self.duplicates):
-                self.leaves[slot] = views[number]
-            self.is_unpacked = True
-        return unflatten(self.leaves, self.spec)
+        if self.views is None:
+            self.views = [self._view(saved, needs_grad) for saved, needs_grad in self.tensors]
+        leaves = list(self.objects)
+        for slot, number in zip(self.slots, self.duplicates):
+            leaves[slot] = self.views[number]
+        return unflatten(leaves, self.spec)
 
     @staticmethod
     def _view(saved: Saved, needs_grad: bool) -> Tensor:

@@ -107,6 +107,12 @@ class Structure:
         return all(function.holdings.is_current() for function in self.distinct)
 
 
+class Notices:
+    """What a stack has told its user already."""
+
+    has_warned_of_drift = False
+
+
 class StackCache:
     """What a stack remembers between calls. Copies and pickles of a stack start without it."""
 
@@ -115,7 +121,7 @@ class StackCache:
         self.program: Any = None  # the last one without keyword arguments
         self.program_key: Sequence[Any] = ()  # what that program was made of
         self.profiles: dict[Any, Any] = {}  # what calls of each shape need: see `profile`
-        self.has_warned = False  # of drift
+        self.notices = Notices()
         self.trusts_casts = False  # hooks on its blocks cast streams and do nothing else
 
     def __reduce__(self) -> Any:

@@ -55,7 +55,7 @@ from retrograd.core.saved import (
     save,
     save_state,
 )
-from retrograd.core.streams import State
+from retrograd.core.streams import State, flatten, unflatten
 from retrograd.core.structure import Functions, StackCache
 from retrograd.core.tensors import (
     describe,
@@ -65,7 +65,7 @@ from retrograd.core.tensors import (
     stride_of,
 )
 from retrograd.core.updates import TRUSTED
-from retrograd.core.walk import Record, Walk
+from retrograd.core.walk import ForwardContext, HoldContext, Record, Walk
 
 ChooseGuards = Callable[[list[Guard]], list[Guard]]
 
@@ -93,14 +93,18 @@ class Tape(Pass):
         self.sample_bytes: list[int] = []
         self.is_past_cut = False  # from here on updates are kept: plain autograd
         arguments = KeywordArguments(keywords)
-        self.structure = cache.structure_of(functions_of(program, arguments.values))
+        self.structure = cache.structure_of(functions_of(program, arguments.objects))
+        self.context = context = ForwardContext(program, self.structure, arguments)
+        self.given_nodes = {leaf.grad_fn for leaves in self.state.values() for leaf in leaves}
         # Parameters may be stepped in backward: [Note: an optimizer inside backward].
         self.steps_in_backward = any(map(has_step_hooks, self.structure.parameters))
-        guards = guards_of_recorded_pass(self, self.structure, arguments, precision, cache)
+        guards = guards_of_recorded_pass(
+            self, context.weak_program, context.weak_structure, arguments, precision, cache
+        )
         guards = choose_guards(guards)
         self.guards_past_cut = Guards(guard for guard in guards if not guard.rebuilt_only)
         self.surround(guards)
-        self.walk = Walk(program, self.specs, arguments, self.guards)
+        self.walk = Walk(context, self.specs, arguments, self.guards)
 
     def _copy_inference_tensors(self) -> None:
         """Autograd cannot save tensors of inference mode."""
@@ -195,12 +199,14 @@ class Tape(Pass):
         """Let the walk know when backward arrives: [Note: an optimizer inside backward]."""
         if not self.structure.functions[update.index].parameters:
             return
-        nodes = {
-            out.grad_fn or result.grad_fn
-            for result, outputs in zip(update.result, update.output)
-            for out in outputs
-        }
-        for node in nodes:
+        # A function may return what it read: a node of the caller's, which is not ours to follow.
+        given = {leaf.grad_fn for leaf in update.inputs}
+        nodes = set()
+        for result, outputs in zip(update.result, update.output):
+            for out in outputs:
+                is_own = out.grad_fn is not None and out.grad_fn not in given
+                nodes.add(out.grad_fn if is_own else result.grad_fn)
+        for node in nodes - given:
             if node is not None:
                 node.register_prehook(functools.partial(self.walk.arrive, update.index))
 
@@ -224,6 +230,23 @@ class Tape(Pass):
             self.cut()
         for after_forward in self.walk.guards.after_forward:
             after_forward(self.state)
+
+    def hand_out(self, values: Any) -> Any:
+        """Let the graph of the outputs hold what backward needs: see `ForwardContext`."""
+        if not self.walk.records:
+            return values
+        leaves, spec = flatten(values)
+        return unflatten([self._hold_by(leaf) for leaf in leaves], spec)
+
+    def _hold_by(self, leaf: Any) -> Any:
+        node = leaf.grad_fn if isinstance(leaf, Tensor) else None
+        if node is None or node in self.given_nodes:
+            return leaf
+        if self.context.may_refer_to_output:
+            return HoldContext.apply(leaf, self.context)
+        metadata: Any = node.metadata  # its stub says that it is a method
+        metadata.setdefault("retrograd", []).append(self.context)
+        return leaf
 
     def _can_keep_last_block(self) -> bool:
         """Whether the last block may be kept without raising the peak: see `memory.Reverse`."""

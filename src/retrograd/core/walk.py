@@ -19,7 +19,9 @@ Its rules:
     not hold (several devices, `backward(inputs=...)`, a second backward), it begins again from its
     anchor. The values are the same, only the way is longer.
  2. Ownership. The graph holds the hooks of each update, the hooks hold the walk, and the walk holds
-    neither the graph nor the hooks (weak references). Dropping the output frees everything.
+    neither the graph nor the hooks (weak references). Functions, modules and objects in keyword
+    arguments may store tensors of the graph, so the walk refers to them weakly, too: the nodes of
+    the outputs hold them, until backward arrives. Dropping the output frees everything.
  3. The anchor is a state that the walk can begin from. At first it is the state at the cut. The
     state before update p serves every update before p. As long as hooks from p on are alive,
     backward may come back to them (`retain_graph`), so a state at p or later stays saved. When all
@@ -38,12 +40,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from retrograd.core import errors
+from retrograd.core.crawl import PLAIN_TYPES
 from retrograd.core.guard import Guards, Undo
 from retrograd.core.operations import ReuseOperations
 from retrograd.core.private import (
@@ -57,6 +60,7 @@ from retrograd.core.private import (
 )
 from retrograd.core.program import (
     Application,
+    HeldProgram,
     Output,
     Program,
     combine,
@@ -80,6 +84,7 @@ from retrograd.core.streams import (
     State,
     read,
 )
+from retrograd.core.structure import Structure
 from retrograd.core.tensors import (
     ShapeAndDtype,
     is_unshared,
@@ -134,17 +139,62 @@ class StartingPoint(NamedTuple):
     streams: SavedState
 
 
+class ForwardContext:
+    """What backward needs of forward and that may refer to the graph: rule 2.
+
+    A module may store an activation, and an object in a keyword argument may store the output. Then
+    the graph, the walk and the module would hold each other, unseen by the garbage collector. So
+    only the nodes of the outputs hold the context, until backward arrives: as metadata, which the
+    collector does not see, or in a node of our own, which it does, if an object in a keyword
+    argument could hold the output itself.
+    """
+
+    __slots__ = ("__weakref__", "objects", "program", "structure")
+
+    def __init__(self, program: Program, structure: Structure, arguments: KeywordArguments) -> None:
+        self.program = HeldProgram(program)
+        self.structure = structure
+        self.objects = arguments.hand_over_objects()
+
+    @property
+    def may_refer_to_output(self) -> bool:
+        return not all(isinstance(value, PLAIN_TYPES) for value in self.objects)
+
+    @property
+    def weak_program(self) -> Program:
+        return weakref.proxy(self.program)
+
+    @property
+    def weak_structure(self) -> Structure:
+        return weakref.proxy(self.structure)
+
+
+class HoldContext(torch.autograd.Function):
+    """The identity; its node holds a `ForwardContext`, seen by the garbage collector."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, context: ForwardContext) -> Tensor:
+        ctx.forward_context = context
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
 class Walk:
     """The state before update `position`, and how to get from there to earlier ones."""
 
     def __init__(
         self,
-        program: Program,
+        context: ForwardContext,
         specs: dict[str, Spec],
         arguments: KeywordArguments,
         guards: Guards,
     ) -> None:
-        self.program = program
+        self.context = weakref.ref(context)
+        self.held_context: ForwardContext | None = None  # once backward has arrived
+        self.program = context.weak_program
         self.specs = specs
         self.arguments = arguments
         self.guards = guards
@@ -183,6 +233,7 @@ class Walk:
     def _saved_tensor(self, hooks: ForwardHooks, slot: int) -> Saved:
         index = hooks.index
         with self.lock:
+            self._hold_context()
             saved = hooks.saved
             if saved is None or saved[slot] is None:  # else another thread was faster
                 hooks.is_kept = self.position == index and saved is not None
@@ -208,8 +259,15 @@ class Walk:
         asked: FSDP would reshard its parameters before it is undone.
         """
         with self.lock:
+            self._hold_context()
             if self._is_ahead(index):
                 self.walk_to(index)
+
+    def _hold_context(self) -> None:
+        if self.held_context is None:
+            self.held_context = self.context()
+            if self.held_context is None:
+                raise errors.output_was_dropped()
 
     def _is_ahead(self, index: int) -> bool:
         """Whether the walk has not passed update `index`, or can begin again before it."""

@@ -32,16 +32,16 @@ def guards_of_plain_pass(
 
 def guards_of_recorded_pass(
     run: Pass,
+    program: Program,
     structure: Structure,
     arguments: KeywordArguments,
     precision: Precision,
     cache: StackCache,
 ) -> list[Guard]:
     """What surrounds updates that backward rebuilds."""
-    program = run.program
     devices = {leaf.device for leaves in run.state.values() for leaf in leaves}
     generators = [g for function in structure.distinct for g in function.holdings.generators]
-    generators += Holdings([(value,) for value in arguments.values]).generators
+    generators += Holdings([(value,) for value in arguments.objects]).generators
     autocast = Autocast(devices)
     # The first ones only look, so that they raise before anything is put back.
     guards = guards_of_plain_pass(program, precision)

@@ -48,7 +48,7 @@ class Seen(NamedTuple):
 class Replay(NamedTuple):
     """What a buffer has to be when the function runs again."""
 
-    module: nn.Module
+    buffers: dict[str, Tensor | None]  # of its module
     name: str
     value: Any  # a tensor, None, or MISSING
     version: int | None  # of a buffer that was not copied; None: the value is a copy of ours
@@ -91,7 +91,7 @@ class Buffers(Guard):
         """A function of the user's own may register buffers while it runs."""
         known = {(seen.module, seen.name) for seen in self.seen}
         return [
-            Replay(module, name, MISSING, None)
+            Replay(module._buffers, name, MISSING, None)
             for module in function.user_modules
             for name in module._buffers
             if (module, name) not in known
@@ -114,13 +114,13 @@ class Buffers(Guard):
                 raise errors.edited_buffer(place(self.program, index), replay.name, versions)
         # Buffers are replaced, not overwritten: the present object keeps its version counter.
         copies: dict[int, Tensor] = {}
-        for module, name, value, version in replays:
+        for buffers, name, value, version in replays:
             if version is None and isinstance(value, Tensor):
                 value = copies.setdefault(id(value), value.clone())
-            now = module._buffers.get(name, MISSING)
+            now = buffers.get(name, MISSING)
             if now is not value:
-                undo.add(put_member, module._buffers, name, now)
-                put_member(module._buffers, name, value)
+                undo.add(put_member, buffers, name, now)
+                put_member(buffers, name, value)
 
 
 def look_at_buffers(function: FunctionState) -> list[Seen]:
@@ -146,7 +146,7 @@ def _replay_of_new(seen: Seen) -> list[Replay]:
     now = seen.module._buffers.get(seen.name, MISSING)
     if now is None or now is MISSING or now.is_inference():
         return []
-    return [Replay(seen.module, seen.name, None, None)]
+    return [Replay(seen.module._buffers, seen.name, None, None)]
 
 
 def _replay_of(seen: Seen, buffer: Tensor) -> Replay:
@@ -162,8 +162,8 @@ def _replay_of(seen: Seen, buffer: Tensor) -> Replay:
     # Statistics of a norm are copied even if unchanged: another forward may change them.
     needs_copy = is_edited or is_replaced or isinstance(module, NormWithStatistics)
     if seen.copy is not None and needs_copy:
-        return Replay(module, name, seen.copy, None)
-    return Replay(module, name, buffer, seen.version)
+        return Replay(module._buffers, name, seen.copy, None)
+    return Replay(module._buffers, name, buffer, seen.version)
 
 
 def _is_lost(seen: Seen, buffer: Tensor) -> bool:

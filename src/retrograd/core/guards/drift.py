@@ -58,7 +58,7 @@ class Drift(Guard):
         self.program = program
         self.drift = precision.drift
         self.is_exact = precision.grid is not None
-        self.cache = cache
+        self.notices = cache.notices
         stride = max(-(-len(program) // PLACES), 1)
         is_on = self.is_exact or self.drift != "ignore"
         self.places = range(0, len(program) if is_on else 0, stride)
@@ -137,8 +137,8 @@ class Drift(Guard):
     def _report(self, drifted: errors.RetrogradError) -> None:
         if self.drift == "raise":
             raise drifted
-        if not self.cache.has_warned:
-            self.cache.has_warned = True
+        if not self.notices.has_warned_of_drift:
+            self.notices.has_warned_of_drift = True
             warnings.warn(str(drifted), errors.DriftWarning, stacklevel=_level_of_caller())
 
 
