@@ -45,6 +45,14 @@ EDITING = (
     "nn.functional.batch_norm",
     "nn.functional.instance_norm",
 )
+RANDOM = (
+    "bernoulli",
+    "nn.functional.alpha_dropout",
+    "nn.functional.dropout",
+    "nn.functional.fractional_max_pool2d",
+    "nn.functional.rrelu",
+    "normal",
+)
 
 
 # --- the registry
@@ -52,7 +60,7 @@ EDITING = (
 
 @functools.cache
 def operations():
-    """The differentiable operations on float64, by name. Importing them takes seconds."""
+    """The differentiable operations, by name. Importing them takes seconds."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # The import would change settings of the whole process. It must not.
@@ -64,12 +72,25 @@ def operations():
         stand_in = types.ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase
         patch.setitem(sys.modules, "expecttest", stand_in)
-        from torch.testing._internal.common_methods_invocations import op_db
-    return {
-        name_of(op): op
-        for op in op_db
-        if op.supports_autograd and torch.float64 in op.supported_backward_dtypes("cpu")
-    }
+        from torch.testing._internal import common_methods_invocations as registry
+    registry.wrapper_set_seed = unseeded
+    return {name_of(op): op for op in registry.op_db if dtype_of(op) is not None}
+
+
+def unseeded(op, *args, **kwargs):
+    """In place of the registry's own, which seeds each random operation. Here they shall draw."""
+    return op(*args, **kwargs)
+
+
+def dtype_of(op):
+    """The dtype to try an operation with; None if it has no gradients."""
+    dtypes = op.supported_backward_dtypes("cpu") if op.supports_autograd else ()
+    return next((dtype for dtype in (torch.float64, torch.complex128) if dtype in dtypes), None)
+
+
+def seed(number):
+    """As `torch.manual_seed`, which also writes a traceback for each absent accelerator."""
+    torch.default_generator.manual_seed(number)
 
 
 def name_of(op):
@@ -77,16 +98,32 @@ def name_of(op):
 
 
 def samples_of(op, number):
-    """The first samples whose input is differentiable: `number` of them, or all."""
-    torch.manual_seed(0)
+    """Samples with a differentiable input: the first `number` of moderate size, or all."""
+    seed(0)
     random.seed(0)
-    samples = op.sample_inputs("cpu", torch.float64, requires_grad=True)
-    return list(itertools.islice(filter(is_differentiable, samples), number))
+    # Not `op.sample_inputs`: that looks through the stack of calls, for half of the time.
+    samples = op.sample_inputs_func(op, "cpu", dtype_of(op), True)
+    samples = filter(is_differentiable, samples)
+    if number is None:
+        return list(samples)
+    return list(itertools.islice(filter(is_moderate, samples), number))
 
 
 def is_differentiable(sample):
+    """Whether the input consists of tensors, and something in the sample requires grad."""
     leaves = zoo.leaves(sample.input)
-    return bool(leaves) and all(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+    if not leaves or not all(isinstance(leaf, Tensor) and is_inexact(leaf) for leaf in leaves):
+        return False
+    leaves += zoo.leaves((sample.args, sample.kwargs))
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+def is_moderate(sample):
+    return 0 < sum(leaf.numel() for leaf in zoo.leaves(sample.input)) <= 2**16
+
+
+def is_inexact(tensor):
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 # --- an operation as the function of an update
@@ -107,38 +144,41 @@ def own(value):
 
 
 def stream_of(tensor):
-    """A strided tensor of multiples of 2**-40: adding one and taking it away again is exact."""
+    """A strided leaf of multiples of 2**-40: adding one and taking it away again is exact."""
     with torch.no_grad():
-        tensor = as_strided(tensor)
-        small = tensor.abs() < 2**12
-        tensor.copy_(torch.where(small, (tensor * 2**40).round() / 2**40 + 0.0, tensor))
-    return tensor.requires_grad_()
+        stream = as_strided(tensor)
+        parts = as_real(stream)
+        small = parts.abs() < 2**12
+        parts.copy_(torch.where(small, (parts * 2**40).round() / 2**40 + 0.0, parts))
+    return stream.requires_grad_(tensor.requires_grad)
 
 
 def as_strided(tensor):
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
-def with_layout_of(tensor, sample):
+def as_real(tensor):
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def with_layout_of(sample, tensor):
     return tensor if sample.layout == torch.strided else tensor.to_sparse(layout=sample.layout)
 
 
 def reduced(value):
-    """A scalar of moderate size that depends on every floating-point number in `value`."""
+    """A scalar of moderate size that depends on every inexact number in `value`."""
     total = torch.zeros((), dtype=torch.float64)
     for leaf in zoo.leaves(value):
-        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-            continue
-        leaf = as_strided(leaf)
-        leaf = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
-        leaf = torch.where(leaf.isfinite(), leaf, 0.0)
-        size = 1 + largest(leaf)
-        total = total + (leaf / size * weights(leaf)).sum()
+        if isinstance(leaf, Tensor) and is_inexact(leaf):
+            leaf = as_real(as_strided(leaf))
+            leaf = torch.where(leaf.isfinite(), leaf, 0.0)
+            total = total + weighted(leaf / (1 + largest(leaf)))
     return total
 
 
-def weights(leaf):
-    return torch.arange(leaf.numel(), dtype=torch.float64).view(leaf.shape).cos()
+def weighted(tensor):
+    """A sum in which every element counts differently."""
+    return (tensor * torch.arange(tensor.numel()).double().view(tensor.shape).cos()).sum()
 
 
 def largest(tensor):
@@ -170,14 +210,14 @@ class Case:
 
         def apply(b):
             self.recomputes += rg.is_recomputing()
-            b = pytree.tree_map(with_layout_of, b, sample.input)
+            b = pytree.tree_map(with_layout_of, sample.input, b)
             return spread * reduced(sample.output_process_fn_grad(op(b, *args, **kwargs)))
 
         def move(a):
             """One, with a gradient."""
             turn = a.sin().sum()
             one = 1 + turn - turn.detach()
-            return pytree.tree_map(lambda leaf: one.expand(leaf.shape), value)
+            return pytree.tree_map(lambda leaf: one.expand(leaf.shape).to(leaf.dtype), value)
 
         def look(b):
             return spread * reduced(pytree.tree_map(torch.tanh, b))
@@ -205,10 +245,10 @@ class Case:
 
 def first_run(case, forward):
     """The output, its gradients and what is left behind, by name."""
-    torch.manual_seed(1)
+    seed(1)
     output = forward()
     forward_state = torch.get_rng_state()
-    gradients = torch.autograd.grad(zoo.loss(output), case.wanted, allow_unused=True)
+    gradients = torch.autograd.grad(loss(output), case.wanted, allow_unused=True)
     return {
         "output": zoo.leaves(output),
         "gradients": gradients,
@@ -221,11 +261,13 @@ def second_run(case, forward):
     """Second gradients, of another call. A few operations have none, whatever the registry says:
     then it is the error.
     """
-    torch.manual_seed(2)
+    seed(2)
     try:
-        loss = zoo.loss(forward())
-        first = torch.autograd.grad(loss, case.wanted, create_graph=True, allow_unused=True)
-        total = sum(weighted(gradient) for gradient in first if gradient is not None)
+        first = torch.autograd.grad(
+            loss(forward()), case.wanted, create_graph=True, allow_unused=True
+        )
+        gradients = [as_real(as_strided(gradient)) for gradient in first if gradient is not None]
+        total = sum(map(weighted, gradients))
         second = torch.autograd.grad(total, case.wanted, allow_unused=True)
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, rg.RetrogradError):
@@ -234,10 +276,8 @@ def second_run(case, forward):
     return {"second gradients": second, "random state": [torch.get_rng_state()]}
 
 
-def weighted(gradient):
-    gradient = as_strided(gradient)
-    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    return (real * weights(real)).sum()
+def loss(streams):
+    return sum(weighted(as_real(leaf).sin()) for leaf in zoo.leaves(streams))
 
 
 # --- the comparison
@@ -336,6 +376,15 @@ def test_operations_that_edit_their_arguments(name):
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_operations_draw(name):
+    op = operations()[name]
+    case = Case(op, samples_of(op, 1)[0])
+    before = torch.get_rng_state()
+    case.plain()
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_registry():
     """It is as large as it should be, and importing it changed nothing for other tests."""
     assert len(operations()) >= FEWEST
@@ -359,8 +408,8 @@ class Planted:
 PLANTED = {
     "nothing": lambda x, off: x.sin(),
     "value": lambda x, off: x.sin() * (1 + off),
-    "gradient": lambda x, off: x.sin() + (x - x.detach()) * off * x,
-    "second gradient": lambda x, off: x.sin() + (x - x.detach()) ** 2 * off * x,
+    "gradient": lambda x, off: x.sin() + (x - x.detach()) * torch.tensor(off),
+    "second gradient": lambda x, off: x.sin() + (x - x.detach()) ** 2 * torch.tensor(off),
     "random numbers": lambda x, off: x.sin() * (1 + off * torch.rand(())),
     "number of operations": lambda x, off: x.sin().sin() if off else x.sin(),
 }

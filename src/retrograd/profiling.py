@@ -108,8 +108,8 @@ def _parameters(stack: nn.Module, cache: StackCache, program: Program) -> list[T
     """
     structure = cache.structure
     if structure is not None:
-        last = [functions[0] for functions in structure.key]
-        if last == [step.fn for step in program]:
+        last = [id(functions[0]) for functions in structure.key]
+        if last == [id(step.fn) for step in program]:
             return structure.parameters
     return list(stack.parameters())
 

@@ -103,7 +103,13 @@ class PairRoute:
     """
 
     def __init__(self, route: Route | None, blocks: int) -> None:
+        self.route = route
         self.rows = None if route is None else _rows(route, blocks)
+
+    def fit(self, blocks: int) -> None:
+        """The stack has so many blocks now."""
+        if self.route is not None and self.rows is not None and len(self.rows) != blocks:
+            self.rows = _rows(self.route, blocks)
 
     def mentioned(self) -> set[str]:
         """The arguments that the route decides about, including those that it sends nowhere."""

@@ -158,6 +158,7 @@ class ReversibleSequence(Stack):
         self, functions: Sequence[Any], coupling: Coupling, kwargs: dict[str, Any]
     ) -> Blocks:
         route = self.route
+        route.fit(len(self.blocks))
         updates = coupling.pair() if hasattr(coupling, "pair") else ADD.pair()
         returns = returns_of(coupling)
         blocks: list[list[Step]] = []

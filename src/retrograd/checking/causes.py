@@ -15,7 +15,7 @@ from retrograd.checking.fingerprints import Change, ChangeKind
 from retrograd.checking.functions import FunctionRecord
 from retrograd.checking.observers import StackRun
 from retrograd.core.crawl import crawl, globals_of, is_opaque, is_user_code
-from retrograd.core.updates import TRUSTED, Additive, Coupling
+from retrograd.core.updates import Additive, Coupling, is_trusted
 
 LEAVE_ALONE = "do not change it in recompute: `if not rg.is_recomputing(): ...`"
 AS_ARGUMENT = "pass it to the stack as a keyword argument: recompute gets the same one"
@@ -160,13 +160,13 @@ def _sources_of(function: types.FunctionType) -> Iterator[str]:
 
 def cause_of_misfit(coupling: Coupling) -> Cause:
     """Why undoing an update misses the stream, though its function did the same again."""
-    if isinstance(coupling, Additive):
+    if is_trusted(coupling) and isinstance(coupling, Additive):
         return Cause(
             "the stream or the function's output has values so large that their sum is rounded "
             "too coarsely to be undone.",
             "normalise them; or exact=True; or stream_dtype=torch.float64.",
         )
-    if isinstance(coupling, TRUSTED):
+    if is_trusted(coupling):
         return Cause(
             "undoing amplifies rounding errors: by exp(limit) for rg.Affine(limit), by 1 / gamma "
             "for rg.Momentum(gamma).",

@@ -321,6 +321,29 @@ def wrong_arrival(
     return explain(RecomputeError, f"the walk back to {where}", what, why, fix)
 
 
+def infinite_stream(where: str, stream: str) -> RetrogradError:
+    return explain(
+        RecomputeError,
+        f"the walk back to {where}:",
+        f"stream {stream!r} was finite in forward and is not when it is rebuilt.",
+        "a later update added an infinite value (a mask of -inf, an overflow), and undoing gives "
+        "inf - inf.",
+        "mask inside the functions, or with a large finite number such as -1e9; "
+        "memory=rg.Keep() if the stream has to become infinite.",
+    )
+
+
+def recompute_raised(where: str, error: Exception) -> RetrogradError:
+    name = type(error).__name__
+    return explain(
+        RecomputeError,
+        where,
+        f"raised {name} when it ran again in backward; forward had passed there: {error}",
+        "the function found something else than in forward: a cache that grew, a file, a counter.",
+        "rg.is_recomputing() lets the function leave such state alone; rg.check(model, x) helps.",
+    )
+
+
 def other_recompute(where: str, then: list[Any], now: list[Any]) -> RetrogradError:
     """`then` and `now` hold the shape and dtype of each tensor that was saved."""
     pairs = zip([*then, *[None] * len(now)], [*now, *[None] * len(then)])

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from retrograd.core.updates import Additive
+from retrograd.core.updates import TRUSTED, Additive
 
 _SIGNIFICAND = {torch.float32: 24, torch.float64: 53}
 _DEFAULT_BITS = {torch.float32: 12, torch.float64: 32}
@@ -128,6 +128,9 @@ class OnGrid(Additive):
 
     def inverse_(self, y: Tensor, out: Tensor) -> Tensor:  # type: ignore[override]
         return y.sub_(self.grid.rounded(out, y.dtype))
+
+
+TRUSTED.add(OnGrid)
 
 
 class Precision:

@@ -32,6 +32,10 @@ set_grad_mode: Any = _C._set_grad_enabled
 push_hooks: Any = _C._autograd._push_saved_tensors_default_hooks
 pop_hooks: Any = _C._autograd._pop_saved_tensors_default_hooks
 
+# A number for each run of the autograd engine; -1 outside. `torch.utils.checkpoint` uses it, too. A
+# public way to ask would replace it.
+current_backward: Any = _C._current_graph_task_id
+
 # The base class of all norms with running statistics. A public name would replace it.
 NormWithStatistics = _NormBase
 

@@ -47,9 +47,9 @@ from retrograd.core.tensors import (
     dtype_name,
 )
 from retrograd.core.updates import (
-    TRUSTED,
     Coupling,
     WithAux,
+    is_trusted,
 )
 
 Output = list[tuple[Tensor, ...]]  # for each leaf of the target, what the coupling gets besides it
@@ -276,6 +276,9 @@ class Pass:
     def _application(self, step: Step) -> Application:
         state = self.state
         reads = [self.read(name) for name in step.reads]
+        if len(reads) > 1 and len(set(step.reads)) < len(reads):
+            unique = dict(zip(step.reads, reads))  # a stream that is read twice stays one tensor
+            reads = [unique[name] for name in step.reads]
         update = Application(self.program, self.index, state, self.specs[step.target], reads)
         update.inputs = [*update.target]
         for name in step.reads:
@@ -407,7 +410,7 @@ def _fitting_leaves(update: Application, value: Any) -> Leaves:
     for target, out in zip(update.target, leaves):
         if out.shape != target.shape or not _is_narrower(out.dtype, target.dtype):
             raise _wrong_leaf(update, target, out)
-    if isinstance(update.step.coupling, TRUSTED):
+    if is_trusted(update.step.coupling):
         return leaves  # these couplings accept narrower outputs
     return [out.to(target.dtype) for target, out in zip(update.target, leaves)]
 

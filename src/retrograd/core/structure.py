@@ -73,6 +73,8 @@ class Structure:
 
     def __init__(self, functions: Sequence[Functions]) -> None:
         self.key = functions
+        self._ids = [*map(id, itertools.chain.from_iterable(functions))]
+        self._lengths = [*map(len, functions)]
         by_id: dict[tuple[int, ...], FunctionState] = {}  # updates may share a function
         self.functions: list[FunctionState] = []  # of each update
         for parts in functions:
@@ -96,6 +98,11 @@ class Structure:
         self._slots = [slot for m in members for slot in (m.parameters, m.submodules)]
         self._sizes = [len(slot) for slot in self._slots]
         self._values = [value for slot in self._slots for value in slot.values()]
+
+    def is_of(self, functions: Sequence[Functions]) -> bool:
+        """Whether these are its functions: the same objects, not equal ones."""
+        ids = [*map(id, itertools.chain.from_iterable(functions))]
+        return ids == self._ids and [*map(len, functions)] == self._lengths
 
     def is_current(self) -> bool:
         """Whether all modules have the members that they had."""
@@ -129,6 +136,6 @@ class StackCache:
 
     def structure_of(self, functions: Sequence[Functions]) -> Structure:
         structure = self.structure
-        if structure is None or structure.key != functions or not structure.is_current():
+        if structure is None or not structure.is_of(functions) or not structure.is_current():
             structure = self.structure = Structure(functions)
         return structure

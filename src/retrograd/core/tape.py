@@ -64,7 +64,7 @@ from retrograd.core.tensors import (
     shape_and_dtype,
     stride_of,
 )
-from retrograd.core.updates import TRUSTED
+from retrograd.core.updates import is_trusted
 from retrograd.core.walk import ForwardContext, HoldContext, Record, Walk
 
 ChooseGuards = Callable[[list[Guard]], list[Guard]]
@@ -350,9 +350,7 @@ def functions_of(program: Program, arguments: Iterable[Any]) -> list[Functions]:
     """What each update calls: its function, a user's own coupling, and modules in the arguments."""
     modules = tuple(value for value in arguments if isinstance(value, nn.Module))
     return [
-        (step.fn, *modules)
-        if isinstance(step.coupling, TRUSTED)
-        else (step.fn, step.coupling, *modules)
+        (step.fn, *modules) if is_trusted(step.coupling) else (step.fn, step.coupling, *modules)
         for step in program
     ]
 

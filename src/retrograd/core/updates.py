@@ -14,6 +14,7 @@ This file is arithmetic only. Gradients are never written by hand: autograd deri
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -168,11 +169,19 @@ class Momentum(Coupling):
         return (f, move, g, move)
 
 
-TRUSTED = (
-    Additive,
-    Affine,
-    Momentum,
-)  # proven by the tests; a user's own coupling is tried on live data instead
+# Proven by the tests. A user's own coupling, or a subclass of these, is tried on live data instead.
+TRUSTED: set[type] = {Additive, Affine, Momentum}
+
+
+def is_trusted(coupling: object) -> bool:
+    return type(coupling) in TRUSTED
+
+
+@functools.cache
+def has_inverse_in_place(kind: type) -> bool:
+    """Whether `inverse_` belongs to `inverse`: a subclass may override only one of them."""
+    owners = [cls for cls in kind.__mro__ if {"inverse", "inverse_"} & vars(cls).keys()]
+    return bool(owners) and "inverse_" in vars(owners[0])
 
 
 @dataclass(frozen=True)

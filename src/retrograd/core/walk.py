@@ -50,6 +50,7 @@ from retrograd.core.crawl import PLAIN_TYPES
 from retrograd.core.guard import Guards, Undo
 from retrograd.core.operations import ReuseOperations
 from retrograd.core.private import (
+    current_backward,
     is_compiler_active,
     never_compiled,
     pop_hooks,
@@ -91,7 +92,7 @@ from retrograd.core.tensors import (
     shape_and_dtype,
     with_strides,
 )
-from retrograd.core.updates import TRUSTED
+from retrograd.core.updates import has_inverse_in_place, is_trusted
 
 if TYPE_CHECKING:
     from retrograd.core.tape import ForwardHooks
@@ -205,6 +206,7 @@ class Walk:
         self.state: State = {}
         self.anchor: StartingPoint | None = None
         self.newest = -1  # no hooks after this update are alive
+        self.backward = -1  # the run of backward that walked last
 
     # --- called by the tape, in forward
 
@@ -279,6 +281,11 @@ class Walk:
 
     def walk_to(self, index: int) -> None:
         """Undo updates until the walk is at `index`."""
+        backward = current_backward()
+        if backward != self.backward or backward < 0:
+            self.backward = backward
+            self.arguments.release()
+            self.guards.begin_backward()
         if self.position is None or self.position < index:
             self.begin_again(index)
         while (position := self.position) is not None and position > index:
@@ -296,8 +303,6 @@ class Walk:
             raise errors.already_passed(place(self.program, index))
         where = f"backward through {place(self.program, index)}"
         self.state = load_state(self.anchor.streams, where, "a stream that was returned")
-        self.arguments.release()
-        self.guards.begin_backward()
         self.position = self.anchor.position
 
     def leave(self) -> None:
@@ -353,7 +358,9 @@ class Walk:
         step = self.program[index]
         target = self.state[step.target]
         coupling = step.coupling
-        in_place = getattr(coupling, "inverse_", coupling.inverse)
+        in_place = coupling.inverse
+        if has_inverse_in_place(type(coupling)):
+            in_place = coupling.inverse_
         self.position = None  # rule 6
         gradients = torch.is_grad_enabled()
         set_grad_mode(False)
@@ -419,7 +426,7 @@ class Recompute:
             else:
                 output = self._run_function()
                 self._compare(record.shapes[: record.saved_by_function])
-            if undo and (coupling_saves or not isinstance(self.step.coupling, TRUSTED)):
+            if undo and (coupling_saves or not is_trusted(self.step.coupling)):
                 self.undo(output)  # the inverse of a user's own may depend on what is put back
             if coupling_saves:
                 self._run_coupling(output)
@@ -443,6 +450,10 @@ class Recompute:
                     evaluate(update, keywords, walk.guards)
         except StopRecompute:
             pass
+        except (errors.RetrogradError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise errors.recompute_raised(update.where, error) from error
         if not self.stops_early:
             return update.output
         assert hooks is not None
@@ -454,12 +465,16 @@ class Recompute:
         step = self.step
         needs_grad = self.record.needs_grad
         position = len(walk.state[step.target])
-        reads = []
+        views: dict[str, Any] = {}  # a stream that is read twice stays one tensor
         for name in step.reads:
             leaves = walk.state[name]
-            views = leaf_views(leaves, needs_grad[position : position + len(leaves)])
-            reads.append(read(views, walk.specs[name], self.record.dtypes[name]))
+            if name not in views:
+                flags = needs_grad[position : position + len(leaves)]
+                views[name] = read(
+                    leaf_views(leaves, flags), walk.specs[name], self.record.dtypes[name]
+                )
             position += len(leaves)
+        reads = [views[name] for name in step.reads]
         spec = walk.specs[step.target]
         return Application(walk.program, self.index, walk.state, spec, reads)
 
