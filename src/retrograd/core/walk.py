@@ -450,7 +450,7 @@ class Recompute:
                     evaluate(update, keywords, walk.guards)
         except StopRecompute:
             pass
-        except (errors.RetrogradError, torch.OutOfMemoryError):
+        except (errors.RetrogradError, torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
             raise errors.recompute_raised(update.where, error) from error
