@@ -276,9 +276,8 @@ class Pass:
     def _application(self, step: Step) -> Application:
         state = self.state
         reads = [self.read(name) for name in step.reads]
-        if len(reads) > 1 and len(set(step.reads)) < len(reads):
-            unique = dict(zip(step.reads, reads))  # a stream that is read twice stays one tensor
-            reads = [unique[name] for name in step.reads]
+        if len(reads) > 1:
+            reads = one_value_a_stream(step.reads, reads)
         update = Application(self.program, self.index, state, self.specs[step.target], reads)
         update.inputs = [*update.target]
         for name in step.reads:
@@ -363,6 +362,19 @@ class Pass:
     ) -> errors.RetrogradError:
         where = f"before update {self.index} of {len(self.program)},"
         return errors.replaced_stream(where, stream, describe(before), after)
+
+
+def one_value_a_stream(names: Sequence[str], reads: list[Any]) -> list[Any]:
+    """A stream that is read twice is one value; two streams are two, even if they start as one.
+
+    Functions may ask whether two arguments are the same tensor, and recompute must tell the same.
+    """
+    values: dict[str, Any] = {}
+    for name, value in zip(names, reads):
+        is_taken = any(value is other for other in values.values())
+        if name not in values:
+            values[name] = value[...] if is_taken and isinstance(value, Tensor) else value
+    return [values[name] for name in names]
 
 
 def is_cast(after: Tensor, before: Tensor) -> bool:
