@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import retrograd as rg
-from retrograd.core.holdings import Holdings
+from retrograd.checking.holdings import Holdings
 from tests import zoo
 
 REVERSED = {name: memory for name, memory in zoo.MEMORY.items() if name != "keep"}

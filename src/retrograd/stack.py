@@ -23,7 +23,7 @@ from retrograd.core.observe import observed_guards, observed_memory
 from retrograd.core.private import are_transforms_active, break_graph, without_compiler
 from retrograd.core.program import Pass, Program, Step
 from retrograd.core.streams import flatten_stream, unflatten
-from retrograd.core.structure import StackCache
+from retrograd.core.structure import StackCache, VerifyCalls
 from retrograd.core.tape import Tape
 from retrograd.core.updates import Additive, Coupling
 from retrograd.profile import Profile
@@ -47,9 +47,11 @@ class Stack(nn.Module):
         exact: bool | Grid,
         drift: DriftAction,
         stream_dtype: torch.dtype | None,
+        verify: VerifyCalls,
     ) -> None:
         super().__init__()
         self.memory = memory
+        self.verify = verify
         self.precision = Precision(exact, drift, stream_dtype)
         self._cache = StackCache()
 
@@ -62,6 +64,16 @@ class Stack(nn.Module):
     @memory.setter
     def memory(self, memory: MemoryMode) -> None:
         self._memory = checked_memory(memory)
+
+    @property
+    def verify(self) -> VerifyCalls:
+        return self._verify
+
+    @verify.setter
+    def verify(self, verify: VerifyCalls) -> None:
+        if verify not in ("first", "always", "never"):
+            raise ValueError(f'verify={verify!r}: choose "first", "always" or "never".')
+        self._verify: VerifyCalls = verify
 
     @property
     def exact(self) -> bool | Grid:
@@ -174,7 +186,9 @@ class Stack(nn.Module):
     ) -> Tape:
         plan, measuring = plan_call(self, self._cache, memory, program, streams, kwargs)
         choose = functools.partial(self._guards, program, measuring)
-        return Tape(program, streams, kwargs, self.precision, plan, self._cache, choose)
+        return Tape(
+            program, streams, kwargs, self.precision, plan, self._cache, choose, self.verify
+        )
 
     def _guards(self, program: Program, own: list[Guard], guards: list[Guard]) -> list[Guard]:
         """The guards of a recorded call: those of the engine, of the stack and of observers."""

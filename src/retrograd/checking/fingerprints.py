@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from retrograd.checking.compare import has_no_values, raw_bytes
+from retrograd.checking.crawl import MAX_ITEMS, PLAIN_TYPES, crawl
 from retrograd.checking.generators import is_generator, is_numpy, state_of
-from retrograd.core.crawl import MAX_ITEMS, PLAIN_TYPES, crawl
 from retrograd.core.tensors import local
 
 MAX_BYTES = 1 << 24  # of a larger tensor, only a sample of elements is compared

@@ -21,9 +21,9 @@ from retrograd.checking.compare import (
     largest_difference,
     rounding_limit,
 )
+from retrograd.checking.crawl import crawl
 from retrograd.checking.fingerprints import Change, Fingerprint, changes_between, fingerprints
 from retrograd.checking.generators import unreplayed_states
-from retrograd.core.crawl import crawl
 from retrograd.core.streams import flatten
 from retrograd.core.updates import WithAux
 

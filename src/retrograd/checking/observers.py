@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from retrograd.checking.compare import Deviation, is_real_valued, largest, largest_difference
 from retrograd.checking.functions import FunctionRecord, WatchedFunction
+from retrograd.checking.holdings import Holdings
 from retrograd.checking.report import Stack
 from retrograd.checking.runs import Network
 from retrograd.core.exact import Grid
 from retrograd.core.guard import Guard
 from retrograd.core.guards.drift import Drift
-from retrograd.core.holdings import Holdings
+from retrograd.core.guards.verify import Verify
 from retrograd.core.memory import Keep, MemoryMode, Reverse
 from retrograd.core.program import Application, Program
 from retrograd.core.streams import State
@@ -125,7 +126,7 @@ class Observer(Counting):
         self, stack: str, program: Program, names: list[str], guards: list[Guard]
     ) -> list[Guard]:
         """The guards for a pass of the stack of this name, whose updates have these names."""
-        return [guard for guard in guards if not isinstance(guard, Drift)]
+        return [guard for guard in guards if not isinstance(guard, (Drift, Verify))]
 
 
 class KeepAll(Observer):

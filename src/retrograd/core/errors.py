@@ -333,6 +333,19 @@ def infinite_stream(where: str, stream: str) -> RetrogradError:
     )
 
 
+def not_repeated(where: str, what: str, kind: str, off: float, limit: float) -> RetrogradError:
+    return explain(
+        RecomputeError,
+        where,
+        f"did something else when it ran again in backward: {what}, {kind}, is off by {off:.1e} "
+        f"(limit {limit:.0e}).",
+        "it uses state that cannot be replayed (a counter, Python's or NumPy's random, a file), or "
+        "routing that depends on rounding.",
+        "rg.check(model, x) names the cause; rg.is_recomputing() lets the function leave such "
+        "state alone; exact=True removes rounding.",
+    )
+
+
 def recompute_raised(where: str, error: Exception) -> RetrogradError:
     name = type(error).__name__
     return explain(

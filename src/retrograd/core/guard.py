@@ -13,6 +13,7 @@ small file in `guards/`. Its methods are named by the moment they run:
 
     before_backward()            a walk back begins, or begins again: is this guard needed in it?
       before_recompute(index, undo)    update `index` is about to run again
+      after_recompute(index, saved, output, state)    its function has run again
       after_undo(index, state)         the streams before update `index` are rebuilt
 
 A guard belongs to one call of a stack. It must not refer to the graph, the tape or the walk.
@@ -27,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 from retrograd.core.streams import State
 
 if TYPE_CHECKING:
-    from retrograd.core.program import Application
+    from retrograd.core.program import Application, Output
+    from retrograd.core.saved import Saved
 
 MOMENTS = (
     "before_forward",
@@ -38,6 +40,7 @@ MOMENTS = (
     "after_forward",
     "before_backward",
     "before_recompute",
+    "after_recompute",
     "after_undo",
 )
 
@@ -94,6 +97,14 @@ class Guard:
     def before_recompute(self, index: int, undo: Undo) -> None:
         """Put back what update `index` saw in forward, and register with `undo` how to end that."""
 
+    def after_recompute(
+        self, index: int, saved: list[Saved], output: Output | None, state: State
+    ) -> None:
+        """Look at what autograd saved and what the function returned when it ran again.
+
+        What forward saw is still in place. `output` is None if the function was stopped early.
+        """
+
     def after_undo(self, index: int, state: State) -> None:
         """Look at the rebuilt streams before update `index`."""
 
@@ -111,6 +122,7 @@ class Guards:
     after_forward: list[Callable[[State], None]]
     before_backward: list[Callable[[], bool]]
     before_recompute: list[Callable[[int, Undo], None]]
+    after_recompute: list[Callable[[int, list[Saved], Output | None, State], None]]
     after_undo: list[Callable[[int, State], None]]
 
     def __init__(self, guards: Iterable[Guard] = ()) -> None:
@@ -121,13 +133,22 @@ class Guards:
             moments = _moments_of(type(guard))
             for moment in moments:
                 getattr(self, moment).append(getattr(guard, moment))
-            if "before_backward" in moments or "before_recompute" in moments:
+            if not _IN_BACKWARD.isdisjoint(moments):
                 self.in_backward.append(guard)
 
     def begin_backward(self) -> None:
         """A walk back begins: keep those guards for recompute that have something to do in it."""
         needed = [guard for guard in self.in_backward if guard.before_backward()]
-        self.before_recompute = [guard.before_recompute for guard in needed]
+        self.before_recompute = _methods(needed, "before_recompute")
+        self.after_recompute = _methods(needed, "after_recompute")
+
+
+_IN_BACKWARD = {"before_backward", "before_recompute", "after_recompute"}
+
+
+def _methods(guards: list[Guard], moment: str) -> list[Any]:
+    """What the guards do at a moment."""
+    return [getattr(guard, moment) for guard in guards if moment in _moments_of(type(guard))]
 
 
 @functools.cache

@@ -22,8 +22,28 @@ _C: Any = torch._C  # its stubs do not have what is used here
 # `torch.pytree` would replace it.
 pytree = _pytree
 
-# Sees every operation. Documented, but at home in a private module only.
-DispatchMode = TorchDispatchMode
+
+class DispatchMode(TorchDispatchMode):
+    """Sees every operation. Documented, but at home in a private module only.
+
+    With these two settings, functions may be compiled and may use `torch.cond` in the mode, as they
+    do without it.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+# Operations that write arguments without saying so in their schema: running statistics. Schemas
+# that tell would replace it.
+UNDECLARED_WRITES = {
+    "aten::native_batch_norm": (3, 4),
+    "aten::cudnn_batch_norm": (3, 4),
+    "aten::miopen_batch_norm": (3, 4),
+}
 
 # What `torch.set_grad_enabled` and `torch.autograd.graph.saved_tensors_hooks` call. Every update
 # enters both, in forward and again in backward, and the public ones take 2 us each time, a

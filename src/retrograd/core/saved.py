@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from retrograd.core import errors
@@ -91,6 +92,13 @@ def load_state(
 
 
 # --- keyword arguments
+
+
+# Values that refer to nothing else.
+PLAIN_TYPES = (
+    *(int, float, complex, str, bytes, bool, type(None)),
+    *(torch.dtype, torch.device, torch.Size),
+)
 
 
 class Objects(list[Any]):

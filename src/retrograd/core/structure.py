@@ -2,6 +2,11 @@
 
 A program runs the same functions call after call. So a stack caches their structure, and a call
 only checks that it is still current: validating the cache costs a third of rebuilding it.
+
+The structure has what the functions have registered, and what they were seen to use (`watch.py`).
+[Note: which calls are inspected] A call is watched and verified if it is the first one of its
+structure, of a training mode or of a shape (up to eight shapes), if an attribute of a module has
+another value than before, and every 1,024th time.
 """
 
 from __future__ import annotations
@@ -9,14 +14,22 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from retrograd.core import errors
-from retrograd.core.holdings import Holdings, is_user_module
-from retrograd.core.tensors import ShapeAndDtype
+from retrograd.core.streams import State
+from retrograd.core.tensors import ShapeAndDtype, local, storage_of
+from retrograd.core.watch import Usage
+
+VerifyCalls = Literal["first", "always", "never"]
+EVERY = 1024  # calls: how often a stack is inspected again
+MAX_SHAPES = 8  # how many shapes are inspected
+
+_training = operator.attrgetter("training")
 
 Functions = tuple[Any, ...]  # what one update calls: its function, and perhaps its coupling
 
@@ -31,23 +44,42 @@ class FunctionState:
         self,
         number: int,
         functions: Functions,
+        usage: Usage,
     ) -> None:
         self.number = number  # among the distinct functions of the program
-        self.holdings = Holdings(functions)
-        self.modules = self.holdings.modules
-        self.parameters: list[Tensor] = [
-            parameter
-            for module in self.modules
-            if module._parameters
-            for parameter in module._parameters.values()
-            if parameter is not None
-        ]
-        self.parameters += self.holdings.weights
+        self.usage = usage
+        self.modules = [*registered_modules(functions), *usage.modules]
+        parameters = [p for module in self.modules for p in module._parameters.values()]
+        self.parameters: list[Tensor] = [p for p in parameters if p is not None] + usage.weights
+        written = set(map(storage_of, usage.written))
+        # Those that must not change between forward and backward.
+        self.constant_parameters = [p for p in self.parameters if _memory_of(p) not in written]
         self.user_modules = [module for module in self.modules if is_user_module(module)]
         self.user_buffers = [module._buffers for module in self.user_modules]
         # Shapes of what autograd saved when the function last ran. One list serves every call.
         self.saved_shapes: list[ShapeAndDtype] = []
         self.members = [Members(module) for module in self.modules]
+
+
+def registered_modules(functions: Functions) -> list[nn.Module]:
+    """The modules among these functions, and their children, each as often as it is registered."""
+    found = [function for function in functions if isinstance(function, nn.Module)]
+    seen = set(map(id, found))
+    for module in found:  # grows while it is searched
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
+def is_user_module(module: nn.Module) -> bool:
+    """Whether the class of a module is not one of torch's, which hold no hidden state."""
+    return module.__class__.__module__[:8] != "torch.nn"
+
+
+def _memory_of(parameter: Tensor) -> int:
+    return -1 if is_lazy(parameter) else storage_of(local(parameter))
 
 
 class Members:
@@ -71,8 +103,13 @@ class Members:
 class Structure:
     """The functions of a program, and all modules and parameters behind them."""
 
-    def __init__(self, functions: Sequence[Functions]) -> None:
+    def __init__(
+        self, functions: Sequence[Functions], usages: dict[tuple[int, ...], Usage] | None = None
+    ) -> None:
         self.key = functions
+        self.usages = {} if usages is None else usages  # by the ids of the functions of an update
+        self.is_outdated = False  # more was seen of what the functions use
+        self.is_verified = False  # a backward has compared
         self._ids = [*map(id, itertools.chain.from_iterable(functions))]
         self._lengths = [*map(len, functions)]
         by_id: dict[tuple[int, ...], FunctionState] = {}  # updates may share a function
@@ -80,7 +117,8 @@ class Structure:
         for parts in functions:
             ids = tuple(map(id, parts))
             if ids not in by_id:
-                by_id[ids] = FunctionState(len(by_id), parts)
+                usage = self.usages.setdefault(ids, Usage())
+                by_id[ids] = FunctionState(len(by_id), parts, usage)
             self.functions.append(by_id[ids])
         self.distinct = list(by_id.values())
         self.modules: list[nn.Module] = []
@@ -98,6 +136,13 @@ class Structure:
         self._slots = [slot for m in members for slot in (m.parameters, m.submodules)]
         self._sizes = [len(slot) for slot in self._slots]
         self._values = [value for slot in self._slots for value in slot.values()]
+        self.generators = [g for function in self.distinct for g in function.usage.generators]
+        self.has_written = any(function.usage.written for function in self.distinct)
+        self.attributes = Attributes(self.modules)
+
+    @property
+    def parameter_memory(self) -> set[int]:
+        return set(map(_memory_of, self.parameters))
 
     def is_of(self, functions: Sequence[Functions]) -> bool:
         """Whether these are its functions: the same objects, not equal ones."""
@@ -109,9 +154,46 @@ class Structure:
         if list(map(len, self._slots)) != self._sizes:
             return False
         now = itertools.chain.from_iterable([slot.values() for slot in self._slots])
-        if not all(map(operator.is_, now, self._values)):
-            return False
-        return all(function.holdings.is_current() for function in self.distinct)
+        return all(map(operator.is_, now, self._values))
+
+
+class Attributes:
+    """The attributes of the user's own modules: has any become something else?"""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.dicts = [vars(module) for module in modules if is_user_module(module)]
+        self.values = self._current()
+        self.reported: set[tuple[int, str]] = set()  # each attribute counts once
+        self.is_dirty = False  # a change that was not told yet
+
+    def _current(self) -> list[Any]:
+        return list(itertools.chain.from_iterable(map(dict.values, self.dicts)))
+
+    def have_changed(self) -> bool:
+        """Whether an attribute has changed that had not changed before. Asked in every call."""
+        now = self._current()
+        before = self.values
+        if self.is_dirty:
+            self.is_dirty = False
+            self.values = now
+            return True
+        if len(now) == len(before) and all(map(operator.is_, now, before)):
+            return False  # nearly always
+        self.values = now
+        if len(now) != len(before):
+            return True
+        names = [(id(owner), name) for owner in self.dicts for name in owner]
+        changed = {
+            name for name, a, b in zip(names, before, now) if a is not b and _matters(name[1], b)
+        }
+        is_new = not changed <= self.reported
+        self.reported |= changed
+        return is_new
+
+
+def _matters(name: str, value: Any) -> bool:
+    """Activations that a module stores do not; `training` is looked at by itself."""
+    return name != "training" and not isinstance(value, Tensor)
 
 
 class Notices:
@@ -130,6 +212,8 @@ class StackCache:
         self.profiles: dict[Any, Any] = {}  # what calls of each shape need: see `profile`
         self.notices = Notices()
         self.trusts_casts = False  # hooks on its blocks cast streams and do nothing else
+        self.calls = 0
+        self.inspected: set[Any] = set()  # shapes and training modes
 
     def __reduce__(self) -> Any:
         return StackCache, ()
@@ -137,5 +221,25 @@ class StackCache:
     def structure_of(self, functions: Sequence[Functions]) -> Structure:
         structure = self.structure
         if structure is None or not structure.is_of(functions) or not structure.is_current():
+            self.inspected = set()
             structure = self.structure = Structure(functions)
+        elif structure.is_outdated:
+            outdated = structure
+            structure = self.structure = Structure(functions, outdated.usages)
+            structure.is_verified = outdated.is_verified
+            structure.attributes.is_dirty = outdated.attributes.have_changed()
         return structure
+
+    def is_to_be_inspected(self, structure: Structure, state: State, verify: VerifyCalls) -> bool:
+        """See [Note: which calls are inspected]."""
+        self.calls += 1
+        if verify == "always":
+            return True
+        have_changed = structure.attributes.have_changed()
+        shapes = tuple([leaf.shape for leaves in state.values() for leaf in leaves])
+        key = (shapes, bytes(map(_training, structure.modules)))
+        is_new = key not in self.inspected and len(self.inspected) < MAX_SHAPES
+        if is_new:
+            self.inspected.add(key)
+        is_unverified = verify == "first" and not structure.is_verified
+        return is_new or have_changed or is_unverified or self.calls % EVERY == 0

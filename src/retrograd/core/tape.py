@@ -56,7 +56,7 @@ from retrograd.core.saved import (
     save_state,
 )
 from retrograd.core.streams import State, flatten, unflatten
-from retrograd.core.structure import Functions, StackCache
+from retrograd.core.structure import Functions, StackCache, VerifyCalls
 from retrograd.core.tensors import (
     describe,
     distinct_bytes,
@@ -84,6 +84,7 @@ class Tape(Pass):
         plan: Plan,
         cache: StackCache,
         choose_guards: ChooseGuards = list,
+        verify: VerifyCalls = "first",
     ) -> None:
         super().__init__(program, streams, keywords, precision)
         self._copy_inference_tensors()
@@ -98,8 +99,15 @@ class Tape(Pass):
         self.given_nodes = {leaf.grad_fn for leaves in self.state.values() for leaf in leaves}
         # Parameters may be stepped in backward: [Note: an optimizer inside backward].
         self.steps_in_backward = any(map(has_step_hooks, self.structure.parameters))
+        is_inspected = cache.is_to_be_inspected(self.structure, self.state, verify)
         guards = guards_of_recorded_pass(
-            self, context.weak_program, context.weak_structure, arguments, precision, cache
+            self,
+            context.weak_program,
+            context.weak_structure,
+            arguments,
+            precision,
+            cache.notices,
+            inspect=verify if is_inspected else None,
         )
         guards = choose_guards(guards)
         self.guards_past_cut = Guards(guard for guard in guards if not guard.rebuilt_only)
@@ -173,6 +181,7 @@ class Tape(Pass):
         record.dtypes = self.dtypes
         record.saved_by_function = update.saved_by_function
         record.output = None
+        record.may_stop_early = self.structure.functions[update.index].usage.may_stop_early
         record.shapes = list(map(shape_and_dtype, update.saved))
         function = self.structure.functions[update.index]
         if record.shapes == function.saved_shapes:  # nearly always: one list serves every call

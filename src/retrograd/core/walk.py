@@ -46,7 +46,6 @@ import torch
 from torch import Tensor
 
 from retrograd.core import errors
-from retrograd.core.crawl import PLAIN_TYPES
 from retrograd.core.guard import Guards, Undo
 from retrograd.core.operations import ReuseOperations
 from retrograd.core.private import (
@@ -69,6 +68,7 @@ from retrograd.core.program import (
     place,
 )
 from retrograd.core.saved import (
+    PLAIN_TYPES,
     KeywordArguments,
     Saved,
     SavedOutput,
@@ -123,7 +123,15 @@ def is_recomputing() -> bool:
 class Record:
     """What the walk remembers of one update."""
 
-    __slots__ = ("dtypes", "needs_grad", "output", "saved_by_function", "shapes", "strides")
+    __slots__ = (
+        "dtypes",
+        "may_stop_early",
+        "needs_grad",
+        "output",
+        "saved_by_function",
+        "shapes",
+        "strides",
+    )
 
     needs_grad: list[bool]  # of the target's leaves, then of the leaves of each read
     dtypes: dict[str, Dtypes]  # in which its function read the streams
@@ -131,6 +139,7 @@ class Record:
     saved_by_function: int  # how many of them the function saved; the coupling saved the rest
     strides: list[tuple[int, ...]] | None  # of the target before it, if the update changed them
     output: SavedOutput | None  # kept where the function does not run again
+    may_stop_early: bool  # see `watch.Usage`
 
 
 class StartingPoint(NamedTuple):
@@ -339,6 +348,9 @@ class Walk:
             set_grad_mode(True)
             recomputing.depth = depth + 1
             output = recompute.run(undo)
+            if self.records[index].output is None:
+                for after_recompute in self.guards.after_recompute:
+                    after_recompute(index, recompute.hooks.saved, output, self.state)
         finally:
             recomputing.depth = depth
             set_grad_mode(gradients)
@@ -405,6 +417,7 @@ class Recompute:
         # not get to its end; unless the coupling saves tensors too, which need that output.
         self.stops_early = (
             forward_hooks is not None
+            and record.may_stop_early
             and (forward_hooks.output is not None or forward_hooks.streams is not None)
             and len(record.shapes) == record.saved_by_function
         )
@@ -450,7 +463,7 @@ class Recompute:
                     evaluate(update, keywords, walk.guards)
         except StopRecompute:
             pass
-        except (errors.RetrogradError, torch.OutOfMemoryError):
+        except (errors.RetrogradError, torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
             raise errors.recompute_raised(update.where, error) from error

@@ -13,11 +13,13 @@ from retrograd.core.guards.drift import Drift
 from retrograd.core.guards.grid_range import GridRange
 from retrograd.core.guards.modules import ModuleState
 from retrograd.core.guards.random_state import RandomState, generators_for
+from retrograd.core.guards.verify import Verify
 from retrograd.core.guards.versions import InputVersions, ParameterVersions
-from retrograd.core.holdings import Holdings
+from retrograd.core.guards.watching import Watching
+from retrograd.core.guards.written import WrittenTensors
 from retrograd.core.program import Pass, Program
 from retrograd.core.saved import KeywordArguments
-from retrograd.core.structure import StackCache, Structure
+from retrograd.core.structure import Notices, Structure, VerifyCalls
 
 
 def guards_of_plain_pass(
@@ -36,23 +38,38 @@ def guards_of_recorded_pass(
     structure: Structure,
     arguments: KeywordArguments,
     precision: Precision,
-    cache: StackCache,
+    notices: Notices,
+    inspect: VerifyCalls | None,
 ) -> list[Guard]:
-    """What surrounds updates that backward rebuilds."""
+    """What surrounds updates that backward rebuilds.
+
+    With `inspect`, functions are watched, and verified unless it is "never":
+    [Note: which calls are inspected].
+    """
     devices = {leaf.device for leaves in run.state.values() for leaf in leaves}
-    generators = [g for function in structure.distinct for g in function.holdings.generators]
-    generators += Holdings([(value,) for value in arguments.objects]).generators
+    generators = [g for g in arguments.objects if isinstance(g, torch.Generator)]
+    generators += structure.generators
     autocast = Autocast(devices)
+    buffers = Buffers(structure, program)
+    written = WrittenTensors(structure)
+    random_state = RandomState(generators_for(devices, generators))
+    dtypes = _dtypes_in_play(run, structure, autocast)
     # The first ones only look, so that they raise before anything is put back.
     guards = guards_of_plain_pass(program, precision)
-    guards += [ParameterVersions(structure, program), ModuleState(structure), autocast]
-    if any(structure.buffers) or structure.has_user_modules:
-        guards.append(Buffers(structure, program))
-    guards.append(RandomState(generators_for(devices, generators)))
-    dtypes = _dtypes_in_play(run, structure, autocast)
-    guards.append(Drift(program, precision, cache, dtypes))
+    versions = ParameterVersions(structure, program)
+    guards += [versions, ModuleState(structure), autocast]
+    if inspect is not None or any(structure.buffers) or structure.has_user_modules:
+        guards.append(buffers)
+    if inspect is not None or structure.has_written:
+        guards.append(written)
+    guards.append(random_state)
+    guards.append(Drift(program, precision, notices, dtypes))
     if untrusted(program):
         guards.append(CouplingTrial(program))
+    if inspect is not None:
+        guards.append(Watching(structure, random_state, buffers, written, versions))
+    if inspect in ("first", "always"):
+        guards.append(Verify(program, structure, precision.grid is not None, dtypes))
     return guards
 
 

@@ -37,7 +37,7 @@ from retrograd.core.program import (
     place,
 )
 from retrograd.core.streams import State
-from retrograd.core.structure import StackCache
+from retrograd.core.structure import Notices
 from retrograd.core.tensors import local
 
 PLACES = 8
@@ -52,13 +52,13 @@ class Drift(Guard):
         self,
         program: Program,
         precision: Precision,
-        cache: StackCache,
+        notices: Notices,
         dtypes: Iterable[torch.dtype | None],
     ) -> None:
         self.program = program
         self.drift = precision.drift
         self.is_exact = precision.grid is not None
-        self.notices = cache.notices
+        self.notices = notices
         stride = max(-(-len(program) // PLACES), 1)
         is_on = self.is_exact or self.drift != "ignore"
         self.places = range(0, len(program) if is_on else 0, stride)

@@ -38,6 +38,13 @@ class RandomState(Guard):
     def before_function(self, update: Application) -> None:
         self.states.append(self._latest())
 
+    def found_generator(self, generator: torch.Generator) -> None:
+        """A function that runs is about to use this generator, for the first time."""
+        found = Generator(generator.get_state, generator.set_state)
+        self.generators.append(found)
+        self.states[-1] = [*self.states[-1], as_bytes(found.get())]
+        self.has_drawn = True
+
     def at_cut(self, state: State) -> None:
         self._latest()
 
