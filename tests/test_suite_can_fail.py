@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import retrograd as rg
-from retrograd.core import saved, updates, walk
+from retrograd.core import tape, updates, walk
 from retrograd.core.guards.buffers import Buffers
 from retrograd.core.guards.modules import ModuleState
 from retrograd.core.guards.random_state import RandomState
@@ -66,13 +66,13 @@ def test_buffers_that_are_not_replayed(monkeypatch):
 
 def test_activations_that_are_not_dropped(monkeypatch):
     leak = []
-    original = saved.ForwardHooks.pack
+    original = tape.ForwardHooks.pack
 
     def pack(self, tensor):
         leak.append(tensor.detach())
         return original(self, tensor)
 
-    monkeypatch.setattr(saved.ForwardHooks, "pack", pack)
+    monkeypatch.setattr(tape.ForwardHooks, "pack", pack)
     with pytest.raises(AssertionError):
         test_memory.test_flat_in_depth({})
 

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from retrograd.core.guard import Guard
 from retrograd.core.memory import Call, MemoryMode, Plan, plan_of
-from retrograd.core.private import surrounding_hooks
+from retrograd.core.private import PassiveMode, surrounding_hooks
 from retrograd.core.program import Application, Program
 from retrograd.core.streams import State, flatten
 from retrograd.core.structure import StackCache
@@ -39,7 +39,8 @@ class Profiling(Guard):
 
     def call(self, update: Application, run: Callable[[], Any]) -> Any:
         if self.profile.is_complete:  # this is the recompute
-            return run()
+            with PassiveMode():
+                return run()
         with OperationRecorder(update.saved, self._parameters(update)) as recorder:
             returned = run()
         measured = self.profile.updates[update.index]

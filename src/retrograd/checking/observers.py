@@ -27,6 +27,7 @@ from retrograd.core.exact import Grid
 from retrograd.core.guard import Guard
 from retrograd.core.guards.drift import Drift
 from retrograd.core.guards.verify import Verify
+from retrograd.core.guards.watching import Watching
 from retrograd.core.memory import Keep, MemoryMode, Reverse
 from retrograd.core.program import Application, Program
 from retrograd.core.streams import State
@@ -182,7 +183,8 @@ class PerUpdateCheck(DriftCheck):
         self, stack: str, program: Program, names: list[str], guards: list[Guard]
     ) -> list[Guard]:
         guards = super().watch(stack, program, names, guards)
-        return [*guards, _WatchFunctions(self, names)]
+        watching = next((guard for guard in guards if isinstance(guard, Watching)), None)
+        return [*guards, _WatchFunctions(self, names, watching)]
 
 
 # --- guards
@@ -231,8 +233,11 @@ class _WatchFunctions(Guard):
 
     rebuilt_only = False
 
-    def __init__(self, observer: PerUpdateCheck, names: list[str]) -> None:
+    def __init__(
+        self, observer: PerUpdateCheck, names: list[str], watching: Watching | None
+    ) -> None:
         self.observer = observer
+        self.watching = watching  # it knows what the engine replays
         self.names = names
         self.functions: dict[int, WatchedFunction] = {}  # by update
 
@@ -251,8 +256,11 @@ class _WatchFunctions(Guard):
             fn = update.step.fn
             name = self.names[update.index]
             record = self.observer.records.setdefault(name, FunctionRecord(name, fn))
-            self.functions[update.index] = WatchedFunction(fn, record, _replayed_by_engine(fn))
-        return self.functions[update.index]
+            self.functions[update.index] = WatchedFunction(fn, record)
+        function = self.functions[update.index]
+        if self.watching is not None:
+            function.replayed = self.watching.replayed(update.index)
+        return function
 
 
 def _deviation(rebuilt: Tensor, original: Tensor, scale: float) -> Deviation | None:
@@ -270,12 +278,6 @@ def _reversing(memory: MemoryMode) -> MemoryMode:
 
 
 # --- what the engine knows about a function
-
-
-def _replayed_by_engine(function: Callable[..., Any]) -> set[int]:
-    """The ids of modules and generators that recompute sees as forward saw them."""
-    holdings = Holdings((function,))
-    return {id(value) for value in (*holdings.modules, *holdings.generators)}
 
 
 def _weights_used(function: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:

@@ -37,6 +37,18 @@ class DispatchMode(TorchDispatchMode):
         return True
 
 
+class PassiveMode(DispatchMode):
+    """Does nothing. A few operations (`ctc_loss`) save other tensors if any mode is active, so what
+    ran in a mode runs again in one.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+# Operations that let autograd save memory which they do not fill: it differs each time.
+UNFILLED = {"aten::rrelu_with_noise", "aten::_ctc_loss"}
+
 # Operations that write arguments without saying so in their schema: running statistics. Schemas
 # that tell would replace it.
 UNDECLARED_WRITES = {
@@ -87,6 +99,13 @@ def is_compiler_active() -> bool:
     if torch.compiler.is_compiling():
         return True
     return _C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether a function or a module was compiled. A public way to ask would replace it."""
+    if getattr(function, "_compiled_call_impl", None) is not None:
+        return True
+    return hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "_orig_mod")
 
 
 def break_graph(reason: str) -> None:

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from retrograd.core import errors
 from retrograd.core.streams import State
@@ -53,7 +52,9 @@ class FunctionState:
         self.parameters: list[Tensor] = [p for p in parameters if p is not None] + usage.weights
         written = set(map(storage_of, usage.written))
         # Those that must not change between forward and backward.
-        self.constant_parameters = [p for p in self.parameters if _memory_of(p) not in written]
+        self.constant_parameters = [
+            p for p in self.parameters if storage_of(local(p)) not in written
+        ]
         self.user_modules = [module for module in self.modules if is_user_module(module)]
         self.user_buffers = [module._buffers for module in self.user_modules]
         # Shapes of what autograd saved when the function last ran. One list serves every call.
@@ -76,10 +77,6 @@ def registered_modules(functions: Functions) -> list[nn.Module]:
 def is_user_module(module: nn.Module) -> bool:
     """Whether the class of a module is not one of torch's, which hold no hidden state."""
     return module.__class__.__module__[:8] != "torch.nn"
-
-
-def _memory_of(parameter: Tensor) -> int:
-    return -1 if is_lazy(parameter) else storage_of(local(parameter))
 
 
 class Members:
@@ -142,7 +139,7 @@ class Structure:
 
     @property
     def parameter_memory(self) -> set[int]:
-        return set(map(_memory_of, self.parameters))
+        return {storage_of(local(parameter)) for parameter in self.parameters}
 
     def is_of(self, functions: Sequence[Functions]) -> bool:
         """Whether these are its functions: the same objects, not equal ones."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from retrograd.core.private import pytree, storage_users
 
@@ -64,7 +65,7 @@ def largest_shard(tensor: Any) -> int:
 
 def storage_of(tensor: Tensor) -> int:
     """An identifier of the memory that a tensor uses."""
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or tensor.is_nested or is_lazy(tensor):
         return id(tensor)
     return tensor.untyped_storage()._cdata
 

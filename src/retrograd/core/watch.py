@@ -13,15 +13,15 @@ plain tensor. To search for them is to guess. So a function is watched while it 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from retrograd.core.private import UNDECLARED_WRITES, DispatchMode
+from retrograd.core.private import UNDECLARED_WRITES, UNFILLED, DispatchMode
 from retrograd.core.tensors import storage_of
 
 
@@ -53,7 +53,9 @@ class Known(NamedTuple):
 
     modules: set[int]  # by id
     tensors: set[int]  # parameters and arguments, by id
+    memory: set[int]  # of these
     buffers: set[int]  # by their memory
+    is_compiled: bool  # the function, or a module of it
 
 
 class Discoveries(Protocol):
@@ -76,20 +78,25 @@ class Watch(DispatchMode):
         self.tell = tell
         self.saved = saved  # what autograd has saved of the function so far
         self.made: set[int] = set()  # memory that the function itself allocated
+        self.unfilled: set[int] = set()  # memory that differs each time
         self.seen = set(known.tensors)
-        self.thread = threading.get_ident()
+        self.handle: RemovableHandle | None = None
 
     def __enter__(self) -> Watch:
-        self.handle = register_module_forward_pre_hook(self._sees_module)
-        return super().__enter__()
+        super().__enter__()
+        # The compiler would compile the hook, and compile again without it.
+        if not self.known.is_compiled:
+            self.handle = register_module_forward_pre_hook(self._sees_module)
+        return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.handle.remove()
+        if self.handle is not None:
+            self.handle.remove()
         super().__exit__(*exception)
         self.usage.is_watched = True
 
     def _sees_module(self, module: nn.Module, args: Any) -> None:
-        if threading.get_ident() == self.thread and id(module) not in self.known.modules:
+        if id(module) not in self.known.modules:
             self.known.modules.add(id(module))
             self.usage.modules.append(module)
             self.seen.update(map(id, module._parameters.values()))
@@ -110,6 +117,10 @@ class Watch(DispatchMode):
             self._see_write(tensor)
         result = func(*args, **kwargs)
         self._see_result(args, kwargs, result)
+        if leaves_memory_unfilled(func):
+            values = [*args, *kwargs.values(), result]
+            values += result if isinstance(result, tuple) else []
+            self.unfilled.update(map(storage_of, tensors_in(values)))
         return result
 
     def _see_generators(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -124,8 +135,12 @@ class Watch(DispatchMode):
 
     def _see_tensors(self, values: list[Any]) -> None:
         for tensor in tensors_in(values):
-            if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.seen:
-                self.seen.add(id(tensor))
+            if not tensor.requires_grad or not tensor.is_leaf or id(tensor) in self.seen:
+                continue
+            self.seen.add(id(tensor))
+            memory = storage_of(tensor)
+            is_own = memory in self.made or memory in self.known.memory
+            if tensor._base is None and not is_own:  # else a tensor that the function made
                 self.usage.weights.append(tensor)
 
     def _see_write(self, tensor: Tensor) -> None:
@@ -157,6 +172,12 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 @functools.cache
 def is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+@functools.cache
+def leaves_memory_unfilled(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    return schema is not None and schema.name in UNFILLED
 
 
 class Writes(NamedTuple):

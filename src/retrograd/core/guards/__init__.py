@@ -67,9 +67,11 @@ def guards_of_recorded_pass(
     if untrusted(program):
         guards.append(CouplingTrial(program))
     if inspect is not None:
-        guards.append(Watching(structure, random_state, buffers, written, versions))
-    if inspect in ("first", "always"):
-        guards.append(Verify(program, structure, precision.grid is not None, dtypes))
+        watching = Watching(structure, random_state, buffers, written, versions)
+        guards.append(watching)
+        if inspect != "never":
+            is_exact = precision.grid is not None
+            guards.append(Verify(program, structure, watching, is_exact, dtypes))
     return guards
 
 

@@ -11,7 +11,7 @@ stack, rounding explains some difference: the more, the further the rebuilt read
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import inf, isnan
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from retrograd.core import errors
 from retrograd.core.guard import Guard
+from retrograd.core.guards.watching import Watching
 from retrograd.core.private import is_fake
 from retrograd.core.program import Application, Output, Program, place
 from retrograd.core.saved import Saved
@@ -54,9 +55,11 @@ class Verify(Guard):
         self,
         program: Program,
         structure: Structure,
+        watching: Watching,
         is_exact: bool,
         dtypes: Sequence[torch.dtype | None],
     ) -> None:
+        self.watching = watching
         self.program = program
         self.structure = structure
         self.is_exact = is_exact
@@ -67,7 +70,7 @@ class Verify(Guard):
     def after_update(self, update: Application) -> None:
         self.seen[update.index] = Seen(
             self._fingerprints(read_leaves(update.state, self.program, update.index)),
-            self._fingerprints(update.saved),
+            self._fingerprints(update.saved, self.watching.unfilled.get(update.index, set())),
             self._fingerprints([out for outputs in update.output for out in outputs]),
         )
 
@@ -92,9 +95,14 @@ class Verify(Guard):
         for before, off in zip(seen.output, differences(seen.output, outputs, floor)):
             self._judge(index, "the output", before, off, drift)
 
-    def _fingerprints(self, tensors: Sequence[Tensor]) -> list[Fingerprint | None]:
-        known = self.structure.parameter_memory
-        return [None if storage_of(t) in known else fingerprint(t, self.is_exact) for t in tensors]
+    def _fingerprints(
+        self, tensors: Sequence[Tensor], unfilled: Collection[int] = ()
+    ) -> list[Fingerprint | None]:
+        left_out = self.structure.parameter_memory.union(unfilled)
+        return [
+            None if storage_of(tensor) in left_out else fingerprint(tensor, self.is_exact)
+            for tensor in tensors
+        ]
 
     def _judge(
         self, index: int, what: str, before: Fingerprint | None, off: float, drift: float
@@ -116,9 +124,12 @@ def read_leaves(state: State, program: Program, index: int) -> list[Tensor]:
 
 def fingerprint(tensor: Tensor, bits: bool) -> Fingerprint | None:
     """None for a tensor whose values cannot be looked at."""
-    if is_fake(tensor) or tensor.is_nested or tensor.is_meta or tensor.layout != torch.strided:
+    if is_fake(tensor) or tensor.is_nested or tensor.is_meta:
         return None
     kind = describe(tensor)
+    if tensor.layout != torch.strided:
+        is_sparse = tensor.is_sparse or tensor.is_sparse_csr
+        return Fingerprint(kind, [tensor._nnz()], [], []) if is_sparse else None
     tensor = local(tensor.detach())
     if not tensor.numel() or tensor.is_quantized or type(tensor) is not Tensor:
         return None

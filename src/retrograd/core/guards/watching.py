@@ -17,6 +17,7 @@ from retrograd.core.guards.buffers import Buffers
 from retrograd.core.guards.random_state import RandomState
 from retrograd.core.guards.versions import ParameterVersions
 from retrograd.core.guards.written import WrittenTensors
+from retrograd.core.private import PassiveMode, is_compiled
 from retrograd.core.program import Application
 from retrograd.core.streams import State, flatten
 from retrograd.core.structure import FunctionState, Structure
@@ -39,18 +40,21 @@ class Watching(Guard):
         self.written = written
         self.parameter_versions = parameter_versions
         self.index = 0
+        self.unfilled: dict[int, set[int]] = {}  # by update, memory that is not filled
         self.is_over = False
 
     def call(self, update: Application, run: Callable[[], Any]) -> Any:
         if self.is_over:  # this is the recompute
-            return run()
+            with PassiveMode():
+                return run()
         self.index = update.index
         function = self.structure.functions[update.index]
         usage = function.usage
         before = usage.size()
         known = len(usage.modules), len(usage.weights)
-        with Watch(usage, known_to(function, update), update.saved, self):
+        with Watch(usage, known_to(function, update), update.saved, self) as watch:
             returned = run()
+        self.unfilled[update.index] = watch.unfilled
         self._tell_weights(update.index, usage, *known)
         if usage.draws:
             self.random_state.has_drawn = True
@@ -65,6 +69,13 @@ class Watching(Guard):
         found = [weight for weight in found if storage_of(local(weight)) not in written]
         if found:
             self.parameter_versions.found_weights(index, found)
+
+    def replayed(self, index: int) -> set[int]:
+        """What an update is replayed with: ids of modules and generators, memory of tensors."""
+        function = self.structure.functions[index]
+        usage = function.usage
+        objects = (*function.modules, *usage.modules, *usage.generators)
+        return {*map(id, objects), *map(storage_of, usage.written)}
 
     def after_forward(self, state: State) -> None:
         self.is_over = True
@@ -89,7 +100,9 @@ def known_to(function: FunctionState, update: Application) -> Known:
     return Known(
         modules=set(map(id, [*function.modules, *usage.modules])),
         tensors=set(map(id, known)),
+        memory={storage_of(local(tensor)) for tensor in known},
         buffers={storage_of(buffer) for module in function.modules for buffer in _buffers(module)},
+        is_compiled=any(map(is_compiled, [update.step.fn, *function.modules])),
     )
 
 
