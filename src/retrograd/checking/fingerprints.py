@@ -18,6 +18,7 @@ from torch import Tensor
 from retrograd.checking.compare import has_no_values, raw_bytes
 from retrograd.checking.crawl import MAX_ITEMS, PLAIN_TYPES, crawl
 from retrograd.checking.generators import is_generator, is_numpy, state_of
+from retrograd.core.private import identity_of_generator
 from retrograd.core.tensors import local, storage_of
 
 MAX_BYTES = 1 << 24  # of a larger tensor, only a sample of elements is compared
@@ -125,7 +126,7 @@ def _of_container(container: Any) -> Fingerprint:
 def _of_generator(generator: object, replayed: Collection[int]) -> Fingerprint:
     if isinstance(generator, random.SystemRandom):
         return _OBJECT
-    if isinstance(generator, torch.Generator) and id(generator) in replayed:
+    if isinstance(generator, torch.Generator) and identity_of_generator(generator) in replayed:
         return _OBJECT
     return Fingerprint("random", state_of(generator))
 

@@ -26,12 +26,12 @@ from retrograd.checking.runs import Network
 from retrograd.core.exact import Grid
 from retrograd.core.guard import Guard
 from retrograd.core.guards.drift import Drift
+from retrograd.core.guards.modules import ModuleState
 from retrograd.core.guards.verify import Verify
-from retrograd.core.guards.watching import Watching
 from retrograd.core.memory import Keep, MemoryMode, Reverse
 from retrograd.core.program import Application, Program
 from retrograd.core.streams import State
-from retrograd.core.structure import StackCache
+from retrograd.core.structure import StackCache, Structure
 from retrograd.core.updates import Coupling
 from retrograd.core.walk import is_recomputing
 from retrograd.measure import Counting
@@ -183,8 +183,9 @@ class PerUpdateCheck(DriftCheck):
         self, stack: str, program: Program, names: list[str], guards: list[Guard]
     ) -> list[Guard]:
         guards = super().watch(stack, program, names, guards)
-        watching = next((guard for guard in guards if isinstance(guard, Watching)), None)
-        return [*guards, _WatchFunctions(self, names, watching)]
+        modules = next((guard for guard in guards if isinstance(guard, ModuleState)), None)
+        structure = None if modules is None else modules.structure
+        return [*guards, _WatchFunctions(self, names, structure)]
 
 
 # --- guards
@@ -234,10 +235,10 @@ class _WatchFunctions(Guard):
     rebuilt_only = False
 
     def __init__(
-        self, observer: PerUpdateCheck, names: list[str], watching: Watching | None
+        self, observer: PerUpdateCheck, names: list[str], structure: Structure | None
     ) -> None:
         self.observer = observer
-        self.watching = watching  # it knows what the engine replays
+        self.structure = structure  # it knows what the engine replays
         self.names = names
         self.functions: dict[int, WatchedFunction] = {}  # by update
 
@@ -258,8 +259,8 @@ class _WatchFunctions(Guard):
             record = self.observer.records.setdefault(name, FunctionRecord(name, fn))
             self.functions[update.index] = WatchedFunction(fn, record)
         function = self.functions[update.index]
-        if self.watching is not None:
-            function.replayed = self.watching.replayed(update.index)
+        if self.structure is not None:
+            function.replayed = self.structure.functions[update.index].replayed()
         return function
 
 

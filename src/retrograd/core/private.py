@@ -120,6 +120,10 @@ def break_graph(reason: str) -> None:
 # `Tensor.has_post_accumulate_grad_hook()` would replace it.
 has_step_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
+# A generator, whatever Python object stands for it: a dispatch mode gets another one than the
+# caller passed. Equality of `torch.Generator` would replace it.
+identity_of_generator: Any = operator.attrgetter("_cdata")
+
 # What attention on a CPU runs. torch's FLOP counter has no formula for it; once it has, this is not
 # needed.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograd.core import errors
+from retrograd.core.private import identity_of_generator
 from retrograd.core.streams import State
 from retrograd.core.tensors import ShapeAndDtype, local, storage_of
 from retrograd.core.watch import Usage
@@ -60,6 +61,16 @@ class FunctionState:
         # Shapes of what autograd saved when the function last ran. One list serves every call.
         self.saved_shapes: list[ShapeAndDtype] = []
         self.members = [Members(module) for module in self.modules]
+
+    def replayed(self) -> set[int]:
+        """What it runs again with: modules (ids), tensors (memory) and generators (identities)."""
+        usage = self.usage
+        generators = map(identity_of_generator, usage.generators)
+        return {
+            *map(id, (*self.modules, *usage.modules)),
+            *map(storage_of, usage.written),
+            *generators,
+        }
 
 
 def registered_modules(functions: Functions) -> list[nn.Module]:
@@ -134,6 +145,7 @@ class Structure:
         self._sizes = [len(slot) for slot in self._slots]
         self._values = [value for slot in self._slots for value in slot.values()]
         self.generators = [g for function in self.distinct for g in function.usage.generators]
+        self.draws = any(function.usage.draws for function in self.distinct)
         self.has_written = any(function.usage.written for function in self.distinct)
         self.attributes = Attributes(self.modules)
 

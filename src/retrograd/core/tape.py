@@ -22,6 +22,7 @@ from retrograd.core import errors
 from retrograd.core.exact import Precision
 from retrograd.core.guard import Guard, Guards
 from retrograd.core.guards import guards_of_recorded_pass
+from retrograd.core.guards.local_backward import LocalBackward
 from retrograd.core.memory import (
     NOTHING,
     Choice,
@@ -62,6 +63,7 @@ from retrograd.core.tensors import (
     distinct_bytes,
     nbytes,
     shape_and_dtype,
+    storage_of,
     stride_of,
 )
 from retrograd.core.updates import is_trusted
@@ -109,6 +111,7 @@ class Tape(Pass):
             cache.notices,
             inspect=verify if is_inspected else None,
         )
+        self.local_backward = next(g for g in guards if isinstance(g, LocalBackward))
         guards = choose_guards(guards)
         self.guards_past_cut = Guards(guard for guard in guards if not guard.rebuilt_only)
         self.surround(guards)
@@ -174,6 +177,8 @@ class Tape(Pass):
         finally:
             pop_hooks()
             hooks.end_recording()
+        if hooks.ran_backward:
+            self.local_backward.updates.add(update.index)
 
     def _record(self, update: Application, needs_grad: list[bool]) -> Record:
         record = Record()
@@ -196,13 +201,21 @@ class Tape(Pass):
         self, update: Application, choice: Choice, hooks: ForwardHooks, record: Record
     ) -> None:
         """Keep what the plan chose, and everything of a function that cannot run again."""
+        output = save_output(update.output, self._memory_of_state(update.index))
         if not update.is_repeatable:
-            record.output = save_output(update.output)
+            record.output = output
             hooks.keep(update.saved)
         elif choice.output and update.saved:
-            hooks.output = save_output(update.output)
+            hooks.output = output
         elif choice.output:
-            record.output = save_output(update.output)  # the graph will not hold the hooks
+            record.output = output  # the graph will not hold the hooks
+
+    def _memory_of_state(self, index: int) -> set[int]:
+        """Memory that the functions edit: an output may be a view of it."""
+        function = self.structure.functions[index]
+        buffers = [b for module in function.modules for b in module._buffers.values()]
+        state = [*buffers, *function.usage.written]
+        return {storage_of(tensor) for tensor in state if tensor is not None}
 
     def _follow_backward(self, update: Application) -> None:
         """Let the walk know when backward arrives: [Note: an optimizer inside backward]."""
@@ -304,6 +317,7 @@ class ForwardHooks:
         "is_recording",
         "operations",
         "output",
+        "ran_backward",
         "recording",
         "saved",
         "streams",
@@ -315,6 +329,7 @@ class ForwardHooks:
         self.index = index
         self.recording: list[Tensor] = []  # what autograd saves while the function runs
         self.is_recording = True
+        self.ran_backward = False  # the function called autograd while it ran
         self.saved: list[Saved | None] | None = None  # the same tensors again, in backward
         self.is_kept = False  # `saved` serves more than one request
         # What the plan keeps. It is here and not in the walk, so that it goes as backward goes.
@@ -329,7 +344,8 @@ class ForwardHooks:
 
     @never_compiled
     def unpack(self, slot: int) -> Tensor:
-        if self.is_recording:  # the function is still running and calls autograd.grad
+        if self.is_recording:  # the function is still running and calls autograd
+            self.ran_backward = True
             return self.recording[slot]
         saved = None if self.saved is None else self.saved[slot]
         if saved is None:
@@ -364,8 +380,12 @@ def functions_of(program: Program, arguments: Iterable[Any]) -> list[Functions]:
     ]
 
 
-def save_output(output: Output) -> SavedOutput:
-    return [tuple([save(out.detach()) for out in outputs]) for outputs in output]
+def save_output(output: Output, edited: set[int]) -> SavedOutput:
+    """Save outputs; those that share memory with `edited` as copies."""
+    return [
+        tuple([save(out.clone() if storage_of(out) in edited else out) for out in outputs])
+        for outputs in [[out.detach() for out in outputs] for outputs in output]
+    ]
 
 
 def number_of_processes() -> int:

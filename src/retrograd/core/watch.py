@@ -21,7 +21,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from retrograd.core.private import UNDECLARED_WRITES, UNFILLED, DispatchMode
+from retrograd.core.private import (
+    UNDECLARED_WRITES,
+    UNFILLED,
+    DispatchMode,
+    identity_of_generator,
+)
 from retrograd.core.tensors import storage_of
 
 
@@ -124,9 +129,10 @@ class Watch(DispatchMode):
         return result
 
     def _see_generators(self, func: Any, args: Any, kwargs: Any) -> None:
+        known = self.usage.generators
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):
-                if not any(value is known for known in self.usage.generators):
+                if identity_of_generator(value) not in map(identity_of_generator, known):
                     self.usage.generators.append(value)
                     self.tell.found_generator(value)
                 return

@@ -11,6 +11,7 @@ from retrograd.core.guards.buffers import Buffers
 from retrograd.core.guards.coupling_trial import CouplingTrial, untrusted
 from retrograd.core.guards.drift import Drift
 from retrograd.core.guards.grid_range import GridRange
+from retrograd.core.guards.local_backward import LocalBackward
 from retrograd.core.guards.modules import ModuleState
 from retrograd.core.guards.random_state import RandomState, generators_for
 from retrograd.core.guards.verify import Verify
@@ -52,7 +53,7 @@ def guards_of_recorded_pass(
     autocast = Autocast(devices)
     buffers = Buffers(structure, program)
     written = WrittenTensors(structure)
-    random_state = RandomState(generators_for(devices, generators))
+    random_state = RandomState(generators_for(devices, generators), structure.draws)
     dtypes = _dtypes_in_play(run, structure, autocast)
     # The first ones only look, so that they raise before anything is put back.
     guards = guards_of_plain_pass(program, precision)
@@ -63,6 +64,7 @@ def guards_of_recorded_pass(
     if inspect is not None or structure.has_written:
         guards.append(written)
     guards.append(random_state)
+    guards.append(LocalBackward(structure))
     guards.append(Drift(program, precision, notices, dtypes))
     if untrusted(program):
         guards.append(CouplingTrial(program))

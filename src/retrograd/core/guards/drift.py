@@ -137,7 +137,7 @@ class Drift(Guard):
         # a mistake; what they explain may still be too much.
         largest_size = max(size, self._size(self.end))
         explained = epsilon**0.25 * largest_size
-        # A few roundings of the largest values are always there, also where the input was zero.
+        # Some roundings of the largest values are always there, also where the input was zero.
         allowed = max(limit * size, 2 * torch.finfo(dtype).eps * largest_size)
         where = place(self.program, index)
         if self.is_exact:

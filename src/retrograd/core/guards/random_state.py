@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from retrograd.core.guard import Guard, Undo
+from retrograd.core.private import identity_of_generator
 from retrograd.core.program import Application
 from retrograd.core.streams import State
 
@@ -30,10 +31,10 @@ class Generator(NamedTuple):
 
 
 class RandomState(Guard):
-    def __init__(self, generators: Iterable[Generator]) -> None:
+    def __init__(self, generators: Iterable[Generator], has_drawn: bool = False) -> None:
         self.generators = list(generators)
         self.states: list[list[bytes]] = []  # before each update
-        self.has_drawn = False
+        self.has_drawn = has_drawn  # some function has, or was seen to draw in an earlier call
 
     def before_function(self, update: Application) -> None:
         self.states.append(self._latest())
@@ -93,6 +94,6 @@ def generators_for(devices: set[torch.device], own: Iterable[torch.Generator]) -
             module = torch.get_device_module(device)
             get = functools.partial(module.get_rng_state, device)
             found.append(Generator(get, functools.partial(module.set_rng_state, device=device)))
-    distinct = {id(generator): generator for generator in own}.values()
+    distinct = {identity_of_generator(generator): generator for generator in own}.values()
     found += [Generator(generator.get_state, generator.set_state) for generator in distinct]
     return found

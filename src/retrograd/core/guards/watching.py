@@ -70,13 +70,6 @@ class Watching(Guard):
         if found:
             self.parameter_versions.found_weights(index, found)
 
-    def replayed(self, index: int) -> set[int]:
-        """What an update is replayed with: ids of modules and generators, memory of tensors."""
-        function = self.structure.functions[index]
-        usage = function.usage
-        objects = (*function.modules, *usage.modules, *usage.generators)
-        return {*map(id, objects), *map(storage_of, usage.written)}
-
     def after_forward(self, state: State) -> None:
         self.is_over = True
 
