@@ -40,8 +40,8 @@ dist: $(VENV)/ready  ## the sdist and the wheel, in dist, checked as the package
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
 
-fuzz: $(VENV)/ready  ## 10,000 random programs against plain autograd (a few minutes)
-	OMP_NUM_THREADS=1 RETROGRAD_FUZZ=5000 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py
+fuzz: $(VENV)/ready  ## 10,000 random programs, and all samples of PyTorch's operation registry, against plain autograd (ten minutes)
+	OMP_NUM_THREADS=1 RETROGRAD_FUZZ=5000 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py tests/test_operations.py
 
 bench: $(PEERS)  ## time and memory of a step: plain, checkpoint, peers, the five systems and retrograd (half an hour)
 	$(BIN)/python -W ignore -m benchmarks
