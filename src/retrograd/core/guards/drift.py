@@ -117,10 +117,7 @@ class Drift(Guard):
 
     def _size(self, sampled: Samples) -> float:
         """The size of the largest stream. One of them may be zero."""
-        leaves = [
-            values(leaf) for leaves in sampled.values() for leaf in leaves if leaf is not None
-        ]
-        return largest(abs(number) for leaf in leaves for number in leaf)
+        return largest(map(abs, all_values(sampled)))
 
     def _judge(
         self, index: int, stream: str, dtype: torch.dtype, now: Values, then: Values
@@ -177,8 +174,7 @@ def lost_to_infinity(then: Values, now: Values) -> bool:
 
 def is_masked(end: Samples) -> bool:
     """Whether a stream ends in -inf. NaN and inf are an overflow: plain autograd has NaN, too."""
-    leaves = [values(leaf) for leaves in end.values() for leaf in leaves if leaf is not None]
-    numbers = [number for leaf in leaves for number in leaf if not isfinite(abs(number))]
+    numbers = [number for number in all_values(end) if not isfinite(abs(number))]
     return bool(numbers) and all(number == -inf for number in numbers)
 
 
@@ -231,3 +227,9 @@ def has_values(leaf: Tensor) -> bool:
 
 def values(sampled: Sequence[Any] | Tensor) -> Values:
     return sampled.tolist() if isinstance(sampled, Tensor) else list(sampled)
+
+
+def all_values(sampled: Samples) -> Values:
+    """The numbers of all streams."""
+    leaves = [leaf for leaves in sampled.values() for leaf in leaves if leaf is not None]
+    return [number for leaf in leaves for number in values(leaf)]
