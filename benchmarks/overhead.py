@@ -1,11 +1,12 @@
 """What the engine costs beyond the least that reversal on the real autograd graph can do.
 
-    python -m benchmarks.overhead [--rounds 60] [--promises] [--other CHECKOUT]
+    python -m benchmarks.overhead [--rounds 60] [--promises] [--inspected] [--other CHECKOUT]
 
 On tiny blocks, where bookkeeping shows: microseconds per update, forward and backward, of plain
 autograd, of `Floor` (hooks, recompute and subtraction; no checks, no replay of anything, no
 errors), of retrograd, and of the peers that are installed. With `--promises`, also retrograd
-without the guards of one promise or another: what that promise costs. With `--other`, only plain
+without the guards of one promise or another: what that promise costs. With `--inspected`, also
+steps that are watched and verified, as the first step of a stack is. With `--other`, only plain
 autograd and retrograd, here and in another checkout: whether a change made it slower.
 """
 
@@ -26,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.cases import SIZES, contestants, pairs
 from benchmarks.steps import example
+from retrograd import ReversibleSequence, Split
 from retrograd.core.guard import Guard
 from retrograd.core.guards.autocast import Autocast
 from retrograd.core.guards.buffers import Buffers
@@ -35,6 +37,7 @@ from retrograd.core.guards.random_state import RandomState
 from retrograd.core.guards.versions import InputVersions, ParameterVersions
 from retrograd.core.observe import Observer
 from retrograd.core.program import Program
+from retrograd.core.structure import VerifyCalls
 
 
 class Floor(nn.Module):
@@ -104,6 +107,9 @@ class Without(Observer):
 
     def __init__(self, kinds: tuple[type[Guard], ...]) -> None:
         self.kinds = kinds
+
+    def verify(self, stack: nn.Module, verify: VerifyCalls) -> VerifyCalls:
+        return "never"
 
     def guards(self, stack: nn.Module, program: Program, guards: list[Guard]) -> list[Guard]:
         return [guard for guard in guards if not isinstance(guard, self.kinds)]
@@ -175,9 +181,11 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=60, help="timed steps of each contestant")
     parser.add_argument("--promises", action="store_true", help="also what each promise costs")
+    parser.add_argument("--inspected", action="store_true", help="also a step like the first one")
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="of the network")
     parser.add_argument("--other", type=Path, help="another checkout to compare with")
     options = parser.parse_args()
-    size = SIZES["tiny"]
+    size = SIZES[options.size]
     x, networks = example(size), contestants(size)
     networks = {"plain": networks.pop("plain"), "floor": Floor(pairs(size)), **networks}
     observers: dict[str, AbstractContextManager[object]] = {}
@@ -188,6 +196,11 @@ def main() -> None:
         rg = other_retrograd(options.other.resolve())
         other = rg.ReversibleSequence(pairs(size), streams=rg.Split())
         networks = {"plain": networks["plain"], "other": other, "retrograd": networks["retrograd"]}
+    if options.inspected:
+        networks = {name: networks[name] for name in ("plain", "retrograd")}
+        networks["retrograd, inspected"] = ReversibleSequence(
+            pairs(size), streams=Split(), verify="always"
+        )
     if options.promises:
         for promise, kinds in PROMISES.items():
             networks[f"without {promise}"] = networks["retrograd"]

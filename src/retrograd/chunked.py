@@ -4,12 +4,20 @@ all tokens at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+
+from retrograd.core.exact import Precision
+from retrograd.core.memory import Call, Reverse
+from retrograd.core.private import without_compiler
+from retrograd.core.program import Step
+from retrograd.core.structure import StackCache
+from retrograd.core.tape import Tape
+from retrograd.core.updates import TRUSTED, Coupling
+from retrograd.stack import is_plain
 
 
 class Chunked(nn.Module):
@@ -47,6 +55,12 @@ class Chunked(nn.Module):
         self.fn = fn
         self.chunks = chunks
         self.dim = dim
+        self._cache = StackCache()
+
+    @property
+    def takes_arguments_of(self) -> Callable[..., Tensor]:
+        """Keyword arguments of a stack go by the signature of this function."""
+        return self.fn
 
     def extra_repr(self) -> str:
         return f"chunks={self.chunks}, dim={self.dim}"
@@ -58,9 +72,47 @@ class Chunked(nn.Module):
                 "them."
             )
         pieces = x.chunk(self.chunks, self.dim)
-        if not torch.is_grad_enabled() or len(pieces) == 1:
-            return torch.cat([self.fn(piece, **kwargs) for piece in pieces], self.dim)
-        # `use_reentrant=False` saves its inputs through autograd, so a stack around it drops and
-        # rebuilds them like all other saved tensors.
-        results = [checkpoint(self.fn, piece, use_reentrant=False, **kwargs) for piece in pieces]
+        if len(pieces) == 1 or is_plain(REBUILD):
+            results = [self.fn(piece, **kwargs) for piece in pieces]
+        else:
+            results = self._recorded(pieces, kwargs)
         return torch.cat(results, self.dim)
+
+    @without_compiler
+    def _recorded(self, pieces: Sequence[Tensor], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Run the pieces as a program: each is an update that puts a result where nothing was.
+
+        So the engine replays random numbers, buffers and modules, as it does for a stack.
+        """
+        names = {name: name for name in kwargs}
+        program = [
+            Step(f"piece {i}", f"y{i}", (f"x{i}",), self.fn, PUT, names, PUT.returns)
+            for i in range(len(pieces))
+        ]
+        streams = {f"x{i}": piece for i, piece in enumerate(pieces)}
+        nothing = {f"y{i}": piece.new_empty(0) for i, piece in enumerate(pieces)}
+        plan = REBUILD.plan(Call([step.target for step in program]))
+        run = Tape(program, streams | nothing, kwargs, PRECISION, plan, self._cache)
+        run.start()
+        for step in program:
+            run.update(step)
+        run.finish()
+        return run.hand_out([run.state[step.target][0] for step in program])
+
+
+class Put(Coupling):
+    """The result takes the place of an empty stream. Nothing has to be rebuilt but that."""
+
+    any_shape = True
+
+    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+        return out
+
+    def inverse(self, y: Tensor, out: Tensor) -> Tensor:
+        return out.new_empty(0)
+
+
+TRUSTED.add(Put)
+PUT = Put()
+REBUILD = Reverse(keep_last=False)
+PRECISION = Precision(exact=False, drift="ignore", stream_dtype=torch.bfloat16)

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from retrograd.core.guard import Guard
 from retrograd.core.observe import Observer
@@ -132,6 +131,8 @@ class Flops(DispatchMode):
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
     """The FLOPs of an operation by torch's formula; None if it has none."""
+    from torch.utils.flop_counter import flop_registry  # here, because importing it takes time
+
     formula = flop_registry.get(getattr(func, "_overloadpacket", None))
     return None if formula is None else formula(*args, **kwargs, out_val=result)
 

@@ -20,12 +20,24 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from retrograd.backward_bytes import Arguments, peak_of_backward
 from retrograd.core.guards.random_state import as_bytes
 from retrograd.core.memory import Plan
 from retrograd.core.private import CPU_ATTENTION
-from retrograd.core.tensors import distinct_bytes, largest_shard, local, nbytes, storage_of
+from retrograd.core.tensors import (
+    ShapeAndDtype,
+    distinct_bytes,
+    largest_shard,
+    local,
+    nbytes,
+    storage_of,
+)
 from retrograd.measure import LiveBytes, flops_of
+from retrograd.recent import Recent
+
+PLANS = 8  # how many a profile remembers
 
 
 class Speed(NamedTuple):
@@ -50,7 +62,8 @@ class Operation(NamedTuple):
     gradient_bytes: int  # of the gradients of its inputs and results; parameters excluded
     saves_before: int  # how many tensors autograd had saved when it began
     counted: bool  # may be kept: it has a FLOP formula, is not random, its results are not edited
-    storages: frozenset[int]  # the memory of its results
+    storages: frozenset[int] = frozenset()  # the memory of its results, while it is measured
+    arguments: Arguments | None = None  # while it is measured
     is_saved: bool = False  # autograd saves all of its results anyway
 
 
@@ -65,6 +78,7 @@ class UpdateProfile:
     output_bytes: int = 0
     saved_by_fn: int = 0  # how many tensors autograd saved for the function
     coupling_saves: bool = False  # autograd saved tensors for the coupling, too
+    shapes: list[ShapeAndDtype] = field(default_factory=list)  # of all tensors that it saved
     gradients: dict[int, int] = field(default_factory=dict)  # bytes, by the parameter's id
 
     @property
@@ -88,10 +102,13 @@ class UpdateProfile:
         self.coupling_saves = saved_by_fn < len(saved)
         self.saved_bytes = distinct_bytes(activations)
         self.output_bytes = distinct_bytes(outputs)
+        self.operations = list(map(_with_gradient_bytes, self.operations))
         self.backward_bytes = _backward_bytes(self.operations, own, outputs)
         saved_storages = {storage_of(tensor) for tensor in own if tensor is not None}
         self.operations = [
-            operation._replace(is_saved=operation.storages <= saved_storages)
+            operation._replace(
+                is_saved=operation.storages <= saved_storages, storages=frozenset(), arguments=None
+            )
             for operation in self.operations
         ]
         self.gradients = {
@@ -99,6 +116,15 @@ class UpdateProfile:
             for parameter in parameters
             if parameter.requires_grad
         }
+
+
+def _with_gradient_bytes(operation: Operation) -> Operation:
+    """The operation, with the bytes that its backward needs according to torch's own formula."""
+    if operation.arguments is None:
+        return operation
+    results = operation.bytes
+    measured = peak_of_backward(operation.name, operation.arguments) + results
+    return operation._replace(gradient_bytes=max(operation.gradient_bytes, measured))
 
 
 def _outside(tensors: Iterable[Tensor | None], storages: set[int]) -> list[Tensor | None]:
@@ -143,7 +169,19 @@ class Profile:
         self.updates = [UpdateProfile() for _ in range(updates)]
         self.state_bytes = 0  # of all streams
         self.is_complete = False
-        self.plans: dict[tuple[PlanMaker, bool], Plan] = {}
+        self.plans: Recent[tuple[PlanMaker, bool], Plan] = Recent(PLANS)
+
+    def complete(self, state_bytes: int) -> None:
+        """The pass is over. Layers that do the same share one list of operations."""
+        self.state_bytes = state_bytes
+        distinct: list[list[Operation]] = []
+        for update in self.updates:
+            same = next((found for found in distinct if found == update.operations), None)
+            if same is None:
+                distinct.append(update.operations)
+            else:
+                update.operations = same
+        self.is_complete = True
 
     # --- what a step needs
 
@@ -208,9 +246,7 @@ class Profile:
     def plan(self, budget: PlanMaker, fresh: bool) -> Plan:
         """The plan of a budget: made once, then remembered."""
         key = (budget, fresh)
-        if key not in self.plans:
-            self.plans[key] = self._plan(budget, fresh)
-        return self.plans[key]
+        return self.plans.find(key) or self.plans.add(key, self._plan(budget, fresh))
 
     def _plan(self, budget: PlanMaker, fresh: bool) -> Plan:
         if not any(update.saved_by_fn for update in self.updates):  # nothing is ever rebuilt
@@ -259,9 +295,18 @@ class OperationRecorder(LiveBytes):
                 # A random operation must run again, or all later ones would draw other numbers.
                 counted=flops is not None and not drew and not _is_random(func),
                 storages=frozenset(map(storage_of, outputs)),
+                arguments=self._arguments(func, args, kwargs) if allocated else None,
             )
         )
         return result
+
+    def _arguments(self, func: Any, args: Any, kwargs: Any) -> Arguments | None:
+        tensors = [*_tensors(args), *_tensors(list(kwargs.values()))]
+        is_usual = all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
+        is_strided = all(tensor.layout == torch.strided for tensor in tensors)
+        if not is_usual or not is_strided or not hasattr(func, "_schema"):
+            return None
+        return Arguments(args, kwargs, lambda tensor: storage_of(tensor) in self.parameter_storages)
 
     def _call_number(self, func: Any) -> int:
         number = self.calls.get(func, 0)

@@ -7,8 +7,9 @@ the stack.
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,13 +18,17 @@ from torch.nn.parameter import is_lazy
 
 from retrograd.core.guard import Guard
 from retrograd.core.memory import Call, MemoryMode, Plan, plan_of
-from retrograd.core.private import surrounding_hooks
+from retrograd.core.private import PassiveMode, run_in_mode, surrounding_hooks
 from retrograd.core.program import Application, Program
 from retrograd.core.streams import State, flatten
-from retrograd.core.structure import StackCache
+from retrograd.core.structure import StackCache, Structure
+from retrograd.core.tape import functions_of
+from retrograd.core.tensors import shapes_of
 from retrograd.profile import OperationRecorder, Profile
+from retrograd.recent import Recent
 
-REMEMBERED = 64  # how many profiles a stack remembers
+MAX_INTEGERS = 8
+REMEMBERED = 512  # how many profiles a stack remembers
 
 
 class Profiling(Guard):
@@ -39,15 +44,16 @@ class Profiling(Guard):
 
     def call(self, update: Application, run: Callable[[], Any]) -> Any:
         if self.profile.is_complete:  # this is the recompute
-            return run()
-        with OperationRecorder(update.saved, self._parameters(update)) as recorder:
-            returned = run()
+            return run_in_mode(PassiveMode(), run)
+        recorder = OperationRecorder(update.saved, self._parameters(update))
+        returned = run_in_mode(recorder, run)
         measured = self.profile.updates[update.index]
         measured.forward_bytes = recorder.peak
         measured.operations = recorder.finish()
         return returned
 
     def after_update(self, update: Application) -> None:
+        self.profile.updates[update.index].shapes = shapes_of(update.saved)
         self.profile.updates[update.index].add_saved(
             saved=update.saved,
             saved_by_fn=update.saved_by_function,
@@ -57,8 +63,7 @@ class Profiling(Guard):
         )
 
     def after_forward(self, state: State) -> None:
-        self.profile.state_bytes = sum(leaf.nbytes for ts in state.values() for leaf in ts)
-        self.profile.is_complete = True
+        self.profile.complete(sum(leaf.nbytes for leaves in state.values() for leaf in leaves))
 
 
 class RaiseNow(Guard):
@@ -70,6 +75,38 @@ class RaiseNow(Guard):
 
     def after_forward(self, state: State) -> None:
         plan_of(self.memory, self.planned)
+
+
+class StillFits(Guard):
+    """Notices if an update saves other tensors than when its profile was made.
+
+    That can happen only in calls with numbers that are not part of the key.
+    """
+
+    def __init__(self, profile: Profile, cache: StackCache) -> None:
+        self.profile = profile
+        self.cache = weakref.proxy(cache)
+
+    def after_update(self, update: Application) -> None:
+        if shapes_of(update.saved) != self.profile.updates[update.index].shapes:
+            self.cache.numbers_matter = True
+
+
+def _numbers_of_key(cache: StackCache, leaves: list[Any]) -> tuple[tuple[Any, ...], bool]:
+    """Those numbers in keyword arguments that are part of the key, and whether these are all.
+
+    A temperature or a step number has another value in each call and changes no shape. So real
+    numbers are left out, and integers once they have had many values; unless that was seen to be
+    wrong: see `StillFits`.
+    """
+    numbers = tuple(leaf for leaf in leaves if type(leaf) in (int, float, complex))
+    integers = tuple(number for number in numbers if type(number) is int)
+    cache.integers.add(integers)
+    if cache.numbers_matter:
+        return numbers, True
+    if len(cache.integers) > MAX_INTEGERS:
+        integers = ()
+    return integers, integers == numbers
 
 
 def plan_call(
@@ -88,59 +125,43 @@ def plan_call(
     # same graph then. Lazy modules have no shapes yet.
     if surrounding_hooks() is not None or any(map(is_lazy, stack.parameters())):
         return plan_of(memory, Call(targets)), []
-    parameters = _parameters(stack, cache, program)
-    accumulates = any(p.grad is not None for p in parameters if p.is_leaf)
-    key = _call_key(stack, program, parameters, streams, keywords)
-    profile = cache.profiles.get(key)
+    leaves = flatten(keywords)[0]
+    structure = cache.structure_of(functions_of(program, leaves))
+    if cache.profiled is not structure.usages or structure.attributes.will_be_inspected():
+        cache.profiled = structure.usages
+        cache.profiles = Recent(REMEMBERED)
+    accumulates = any(p.grad is not None for p in structure.parameters if p.is_leaf)
+    numbers, are_all = _numbers_of_key(cache, leaves)
+    key = (*_call_key(structure, streams, keywords), *numbers)
+    profile = cache.profiles.find(key)
     if profile is not None and profile.is_complete:
-        return plan_of(memory, Call(targets, profile, accumulates)), []
-    while len(cache.profiles) >= REMEMBERED:
-        oldest = next(iter(cache.profiles))
-        del cache.profiles[oldest]
-    cache.profiles[key] = profile = Profile(len(program))
+        guards: list[Guard] = [] if are_all else [StillFits(profile, cache)]
+        return plan_of(memory, Call(targets, profile, accumulates)), guards
+    profile = cache.profiles.add(key, Profile(len(program)))
     later = Call(targets, profile, accumulates)
     return Plan(len(program)), [Profiling(profile, cache), RaiseNow(memory, later)]
 
 
-def _parameters(stack: nn.Module, cache: StackCache, program: Program) -> list[Tensor]:
-    """The parameters of the stack. Those of the last call, if it ran the same functions, because
-    collecting them takes time.
-    """
-    structure = cache.structure
-    if structure is not None:
-        last = [id(functions[0]) for functions in structure.key]
-        if last == [id(step.fn) for step in program]:
-            return structure.parameters
-    return list(stack.parameters())
+def _call_key(structure: Structure, streams: Any, keywords: Any) -> tuple[Any, ...]:
+    """Two calls of the same structure with the same key need the same bytes and the same time."""
+    training = bytes(map(_training, structure.modules))
+    trained = bytes(map(_requires_grad, structure.parameters))
+    return (training, trained, _signature(streams), _signature(keywords))
 
 
-def _call_key(
-    stack: nn.Module, program: Program, parameters: Sequence[Tensor], streams: Any, keywords: Any
-) -> tuple[Any, ...]:
-    """Two calls with the same key need the same bytes and the same time."""
-    functions = [(step.target, id(step.fn)) for step in program]
-    trained = sum(parameter.requires_grad for parameter in parameters)
-    return (
-        stack.training,
-        len(parameters),
-        trained,
-        *functions,
-        _signature(streams),
-        _signature(keywords),
-    )
+_training = operator.attrgetter("training")
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 def _signature(value: Any) -> tuple[Any, ...]:
-    """The shapes, dtypes and requires_grad of all tensors, the values of other arguments, and the
-    state of autocast.
+    """The shapes, dtypes and requires_grad of all tensors, the values of switches and names, and
+    the state of autocast.
     """
     leaves = flatten(value)[0]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     devices = {tensor.device.type for tensor in tensors} | {"cpu"}
     autocast = [_autocast_dtype(device) for device in sorted(devices - {"meta"})]
-    other = [
-        leaf if isinstance(leaf, (int, float, str, bool, type(None))) else None for leaf in leaves
-    ]
+    other = [leaf if isinstance(leaf, (str, bool, type(None))) else type(leaf) for leaf in leaves]
     shapes = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
     return (*autocast, *other, *shapes)
 

@@ -11,6 +11,7 @@ from torch import nn
 from retrograd.core.exact import DriftAction, Grid
 from retrograd.core.memory import MemoryMode, Reverse
 from retrograd.core.program import Pass, Step
+from retrograd.core.structure import VerifyCalls
 from retrograd.core.updates import Additive, Coupling
 from retrograd.routing import by_update, check_all_taken
 from retrograd.stack import (
@@ -95,7 +96,7 @@ class Reversible(Stack):
         memory: `Reverse()` rebuilds; `Budget("2 GiB")` keeps what makes a step fastest within so
             many bytes; `Anchor(every)` rebuilds from states that it keeps; `Keep()` stores
             everything, as plain autograd does. May be assigned at any time.
-        exact, drift, stream_dtype: as for `ReversibleSequence`.
+        exact, drift, stream_dtype, verify: as for `ReversibleSequence`.
 
     Example:
         >>> f, g = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
@@ -115,8 +116,9 @@ class Reversible(Stack):
         exact: bool | Grid = False,
         drift: DriftAction = "warn",
         stream_dtype: torch.dtype | None = None,
+        verify: VerifyCalls = "first",
     ) -> None:
-        super().__init__(memory, exact, drift, stream_dtype)
+        super().__init__(memory, exact, drift, stream_dtype, verify)
         self.updates = nn.ModuleList([_checked_update(u, i) for i, u in enumerate(updates)])
         self._set_precision(self.precision)
 

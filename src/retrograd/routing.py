@@ -37,6 +37,7 @@ def accepted(fn: Function, reads: int) -> Accepted:
     """The keyword arguments that `fn` accepts besides its first `reads` positional ones."""
     while hasattr(fn, "_orig_mod"):  # torch.compile's wrapper has a signature of its own
         fn = fn._orig_mod  # type: ignore[attr-defined]
+    fn = getattr(fn, "takes_arguments_of", fn)  # a wrapper: `Chunked`
     if isinstance(fn, nn.Module):
         fn = fn.forward
     # A bound method is a new object on each access, so its function is the cache key. The

@@ -20,6 +20,7 @@ from retrograd.core.streams import (
     read,
     unflatten,
 )
+from retrograd.core.structure import VerifyCalls
 from retrograd.core.updates import Additive, Coupling
 from retrograd.routing import PairRoute, Route, check_all_taken
 from retrograd.stack import (
@@ -63,6 +64,9 @@ class ReversibleSequence(Stack):
         stream_dtype: streams are at least this wide, float32 by default; functions read them in the
             input's dtype. With `torch.bfloat16`, bfloat16 inputs stay as they are, and drift ten
             times as much.
+        verify: when backward compares what each function does the second time with what it did in
+            forward, and raises `RecomputeError` if that differs. "first": in the first backward,
+            after a change and now and then; "always"; "never".
 
     Example:
         >>> blocks = [(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(4)]
@@ -83,8 +87,9 @@ class ReversibleSequence(Stack):
         exact: bool | Grid = False,
         drift: DriftAction = "warn",
         stream_dtype: torch.dtype | None = None,
+        verify: VerifyCalls = "first",
     ) -> None:
-        super().__init__(memory, exact, drift, stream_dtype)
+        super().__init__(memory, exact, drift, stream_dtype, verify)
         self.blocks = nn.ModuleList([_block(pair, i) for i, pair in enumerate(blocks)])
         self.streams = _checked_streams(streams)
         self.coupling = checked_coupling(coupling)

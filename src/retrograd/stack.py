@@ -19,16 +19,17 @@ from retrograd.core.guard import Guard
 from retrograd.core.guards import guards_of_plain_pass
 from retrograd.core.guards.versions import OutputVersions
 from retrograd.core.memory import Call, Keep, MemoryMode, Plan, plan_of
-from retrograd.core.observe import observed_guards, observed_memory
+from retrograd.core.observe import observed_guards, observed_memory, observed_verify
 from retrograd.core.private import are_transforms_active, break_graph, without_compiler
 from retrograd.core.program import Pass, Program, Step
-from retrograd.core.streams import flatten_stream, unflatten
-from retrograd.core.structure import StackCache
+from retrograd.core.streams import flatten, flatten_stream, unflatten
+from retrograd.core.structure import StackCache, VerifyCalls
 from retrograd.core.tape import Tape
 from retrograd.core.updates import Additive, Coupling
 from retrograd.profile import Profile
 from retrograd.profiling import Profiling, plan_call
 from retrograd.stepplan import StepPlan, forecast
+from retrograd.trace import TakeBack
 
 ADD = Additive()
 
@@ -47,9 +48,11 @@ class Stack(nn.Module):
         exact: bool | Grid,
         drift: DriftAction,
         stream_dtype: torch.dtype | None,
+        verify: VerifyCalls,
     ) -> None:
         super().__init__()
         self.memory = memory
+        self.verify = verify
         self.precision = Precision(exact, drift, stream_dtype)
         self._cache = StackCache()
 
@@ -62,6 +65,16 @@ class Stack(nn.Module):
     @memory.setter
     def memory(self, memory: MemoryMode) -> None:
         self._memory = checked_memory(memory)
+
+    @property
+    def verify(self) -> VerifyCalls:
+        return self._verify
+
+    @verify.setter
+    def verify(self, verify: VerifyCalls) -> None:
+        if verify not in ("first", "always", "never"):
+            raise ValueError(f'verify={verify!r}: choose "first", "always" or "never".')
+        self._verify: VerifyCalls = verify
 
     @property
     def exact(self) -> bool | Grid:
@@ -174,7 +187,8 @@ class Stack(nn.Module):
     ) -> Tape:
         plan, measuring = plan_call(self, self._cache, memory, program, streams, kwargs)
         choose = functools.partial(self._guards, program, measuring)
-        return Tape(program, streams, kwargs, self.precision, plan, self._cache, choose)
+        verify = observed_verify(self, self.verify)
+        return Tape(program, streams, kwargs, self.precision, plan, self._cache, choose, verify)
 
     def _guards(self, program: Program, own: list[Guard], guards: list[Guard]) -> list[Guard]:
         """The guards of a recorded call: those of the engine, of the stack and of observers."""
@@ -220,7 +234,8 @@ class Stack(nn.Module):
     def plan(self, value: Any, /, **kwargs: Any) -> StepPlan:
         """What `memory` keeps of each update for such an input, and the bytes of a step then.
 
-        Runs forward once and measures it. Random states and buffers are left as they were.
+        Runs forward once and measures it. Random states, buffers and whatever else the functions
+        were seen to change are left as they were.
 
         Example:
             >>> from torch.nn import GELU, Linear, Sequential
@@ -234,18 +249,23 @@ class Stack(nn.Module):
         blocks = self._blocks(value, kwargs)
         program = flat(blocks)
         profile = Profile(len(program))
-        buffers = [(buffer, buffer.detach().clone()) for buffer in self.buffers()]
+        take_back = TakeBack([self, *(step.fn for step in program), *flatten(kwargs)[0]])
         try:
             with forked_rng(self), torch.enable_grad():
-                self._measure(value, kwargs, blocks, profile)
+                self._measure(value, kwargs, blocks, profile, take_back)
         finally:
-            restore_buffers(buffers)
+            take_back.run()
         targets = [step.target for step in program]
         plan = plan_of(self.memory, Call(targets, profile))
         return forecast(self.memory, plan, profile, [step.name for step in program], fresh=True)
 
     def _measure(
-        self, value: Any, kwargs: dict[str, Any], blocks: Blocks, profile: Profile
+        self,
+        value: Any,
+        kwargs: dict[str, Any],
+        blocks: Blocks,
+        profile: Profile,
+        take_back: TakeBack,
     ) -> None:
         """Run forward once, with nothing kept, and fill the profile."""
         program = flat(blocks)
@@ -254,7 +274,7 @@ class Stack(nn.Module):
         nothing = Plan(keep_from=len(program))
 
         def choose(guards: list[Guard]) -> list[Guard]:
-            return [*guards, Profiling(profile, cache)]
+            return [*guards, Profiling(profile, cache), take_back]
 
         tape = Tape(program, streams, kwargs, self.precision, nothing, cache, choose)
         self._output(tape, blocks)
@@ -291,13 +311,6 @@ def forked_rng(module: nn.Module) -> Any:
     if not kinds:
         return torch.random.fork_rng([])
     return torch.random.fork_rng(device_type=sorted(kinds)[0])
-
-
-@torch.no_grad()
-def restore_buffers(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for buffer, before in buffers:
-        if not torch.equal(buffer, before):  # a copy would count as an edit
-            buffer.copy_(before)
 
 
 def detached(value: Any) -> Any:

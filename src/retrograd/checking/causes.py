@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from retrograd.checking.crawl import crawl, globals_of, is_opaque, is_user_code
 from retrograd.checking.findings import Findings
 from retrograd.checking.fingerprints import Change, ChangeKind
 from retrograd.checking.functions import FunctionRecord
 from retrograd.checking.observers import StackRun
-from retrograd.core.crawl import crawl, globals_of, is_opaque, is_user_code
 from retrograd.core.updates import Additive, Coupling, is_trusted
 
 LEAVE_ALONE = "do not change it in recompute: `if not rg.is_recomputing(): ...`"

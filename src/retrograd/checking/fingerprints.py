@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from retrograd.checking.compare import has_no_values, raw_bytes
+from retrograd.checking.crawl import MAX_ITEMS, PLAIN_TYPES, crawl
 from retrograd.checking.generators import is_generator, is_numpy, state_of
-from retrograd.core.crawl import MAX_ITEMS, PLAIN_TYPES, crawl
-from retrograd.core.tensors import local
+from retrograd.core.private import identity_of_generator
+from retrograd.core.tensors import local, storage_of
 
 MAX_BYTES = 1 << 24  # of a larger tensor, only a sample of elements is compared
 MUTABLE_CONTAINERS = (dict, list, set, deque, bytearray)
@@ -81,6 +82,8 @@ def fingerprint(value: Any, replayed: Collection[int] = ()) -> Fingerprint:
     """A small value that differs if `value` differs."""
     if isinstance(value, PLAIN_TYPES):
         return Fingerprint("plain", _comparable(value))
+    if isinstance(value, Tensor) and storage_of(value) in replayed:
+        return Fingerprint("tensor", None, tuple(value.shape), id(value))
     if isinstance(value, Tensor):
         content = (str(value.dtype), _hash(value))
         return Fingerprint("tensor", content, tuple(value.shape), id(value))
@@ -123,7 +126,7 @@ def _of_container(container: Any) -> Fingerprint:
 def _of_generator(generator: object, replayed: Collection[int]) -> Fingerprint:
     if isinstance(generator, random.SystemRandom):
         return _OBJECT
-    if isinstance(generator, torch.Generator) and id(generator) in replayed:
+    if isinstance(generator, torch.Generator) and identity_of_generator(generator) in replayed:
         return _OBJECT
     return Fingerprint("random", state_of(generator))
 

@@ -21,9 +21,9 @@ from retrograd.checking.compare import (
     largest_difference,
     rounding_limit,
 )
+from retrograd.checking.crawl import crawl
 from retrograd.checking.fingerprints import Change, Fingerprint, changes_between, fingerprints
 from retrograd.checking.generators import unreplayed_states
-from retrograd.core.crawl import crawl
 from retrograd.core.streams import flatten
 from retrograd.core.updates import WithAux
 
@@ -67,15 +67,14 @@ class FunctionRecord:
 class WatchedFunction:
     """The function of one update: runs it, and notes in `record` what it did.
 
-    `replayed` has the ids of modules and generators that the engine replays.
+    `replayed` has the ids of modules and generators that the engine replays, and the memory of
+    tensors.
     """
 
-    def __init__(
-        self, fn: Callable[..., Any], record: FunctionRecord, replayed: Collection[int]
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], record: FunctionRecord) -> None:
         self.fn = fn
         self.record = record
-        self.replayed = replayed
+        self.replayed: Collection[int] = ()
         self.forward_calls: list[ForwardCall] = []
 
     def forward(self, run: Callable[[], Any], given: object, target: Sequence[Tensor]) -> Any:

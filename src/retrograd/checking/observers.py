@@ -20,16 +20,17 @@ from torch import Tensor, nn
 
 from retrograd.checking.compare import Deviation, is_real_valued, largest, largest_difference
 from retrograd.checking.functions import FunctionRecord, WatchedFunction
+from retrograd.checking.holdings import Holdings
 from retrograd.checking.report import Stack
 from retrograd.checking.runs import Network
 from retrograd.core.exact import Grid
 from retrograd.core.guard import Guard
 from retrograd.core.guards.drift import Drift
-from retrograd.core.holdings import Holdings
+from retrograd.core.guards.modules import ModuleState
 from retrograd.core.memory import Keep, MemoryMode, Reverse
 from retrograd.core.program import Application, Program
 from retrograd.core.streams import State
-from retrograd.core.structure import StackCache
+from retrograd.core.structure import StackCache, Structure, VerifyCalls
 from retrograd.core.updates import Coupling
 from retrograd.core.walk import is_recomputing
 from retrograd.measure import Counting
@@ -111,6 +112,10 @@ class Observer(Counting):
         """The memory mode for a stack that would use `memory`."""
         raise NotImplementedError
 
+    def verify(self, stack: nn.Module, verify: VerifyCalls) -> VerifyCalls:
+        """Never: the check compares more than that."""
+        return "never" if self.is_mine(stack) else verify
+
     def guards(self, stack: nn.Module, program: Program, guards: list[Guard]) -> list[Guard]:
         if not self.is_mine(stack):
             return guards
@@ -181,7 +186,9 @@ class PerUpdateCheck(DriftCheck):
         self, stack: str, program: Program, names: list[str], guards: list[Guard]
     ) -> list[Guard]:
         guards = super().watch(stack, program, names, guards)
-        return [*guards, _WatchFunctions(self, names)]
+        modules = next((guard for guard in guards if isinstance(guard, ModuleState)), None)
+        structure = None if modules is None else modules.structure
+        return [*guards, _WatchFunctions(self, names, structure)]
 
 
 # --- guards
@@ -230,8 +237,11 @@ class _WatchFunctions(Guard):
 
     rebuilt_only = False
 
-    def __init__(self, observer: PerUpdateCheck, names: list[str]) -> None:
+    def __init__(
+        self, observer: PerUpdateCheck, names: list[str], structure: Structure | None
+    ) -> None:
         self.observer = observer
+        self.structure = structure  # it knows what the engine replays
         self.names = names
         self.functions: dict[int, WatchedFunction] = {}  # by update
 
@@ -250,8 +260,11 @@ class _WatchFunctions(Guard):
             fn = update.step.fn
             name = self.names[update.index]
             record = self.observer.records.setdefault(name, FunctionRecord(name, fn))
-            self.functions[update.index] = WatchedFunction(fn, record, _replayed_by_engine(fn))
-        return self.functions[update.index]
+            self.functions[update.index] = WatchedFunction(fn, record)
+        function = self.functions[update.index]
+        if self.structure is not None:
+            function.replayed = self.structure.functions[update.index].replayed()
+        return function
 
 
 def _deviation(rebuilt: Tensor, original: Tensor, scale: float) -> Deviation | None:
@@ -269,12 +282,6 @@ def _reversing(memory: MemoryMode) -> MemoryMode:
 
 
 # --- what the engine knows about a function
-
-
-def _replayed_by_engine(function: Callable[..., Any]) -> set[int]:
-    """The ids of modules and generators that recompute sees as forward saw them."""
-    holdings = Holdings((function,))
-    return {id(value) for value in (*holdings.modules, *holdings.generators)}
 
 
 def _weights_used(function: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:

@@ -18,15 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograd.checking.compare import copy_of, has_no_values, is_same
-from retrograd.checking.fingerprints import MUTABLE_CONTAINERS
-from retrograd.checking.generators import (
-    Undo,
-    global_generators,
-    is_generator,
-    is_numpy,
-    undo_draws,
-)
-from retrograd.core.crawl import (
+from retrograd.checking.crawl import (
     MAX_VALUES,
     PLAIN_TYPES,
     Reference,
@@ -34,6 +26,14 @@ from retrograd.core.crawl import (
     globals_of,
     is_opaque,
     is_user_code,
+)
+from retrograd.checking.fingerprints import MUTABLE_CONTAINERS
+from retrograd.checking.generators import (
+    Undo,
+    global_generators,
+    is_generator,
+    is_numpy,
+    undo_draws,
 )
 from retrograd.core.tensors import storage_of
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from retrograd.checking.compare import copy_of
+from retrograd.checking.crawl import crawl, slots_of
 from retrograd.checking.generators import global_states, state_of
 from retrograd.checking.restore import Snapshot
-from retrograd.core.crawl import crawl, slots_of
 from retrograd.core.private import pytree
 from retrograd.core.streams import flatten, unflatten
 from retrograd.stack import Stack

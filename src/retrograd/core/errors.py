@@ -333,6 +333,43 @@ def infinite_stream(where: str, stream: str) -> RetrogradError:
     )
 
 
+def not_repeated(where: str, what: str, kind: str, off: float, limit: float) -> RetrogradError:
+    return explain(
+        RecomputeError,
+        where,
+        f"did something else when it ran again in backward: {what}, {kind}, is off by {off:.1e} "
+        f"(limit {limit:.0e}).",
+        "it uses state that cannot be replayed (a counter, Python's or NumPy's random, a file), or "
+        "routing that depends on rounding.",
+        "rg.check(model, x) names the cause; rg.is_recomputing() lets the function leave such "
+        "state alone; exact=True removes rounding.",
+    )
+
+
+def drawn_elsewhere(where: str, threads: int) -> RetrogradError:
+    others = "another thread runs" if threads == 1 else f"{threads} other threads run"
+    return explain(
+        RecomputeError,
+        where,
+        f"drew other random numbers in backward than in forward, while {others}.",
+        "all threads share torch's default generator. If another one draws while a function runs, "
+        "the numbers that the function gets cannot be had again.",
+        "give the other threads generators of their own (torch.rand(n, generator=own)), or draw "
+        "in another process.",
+    )
+
+
+def changed_argument(where: str, kind: str) -> RetrogradError:
+    return explain(
+        RecomputeError,
+        where,
+        f"changed an object in its keyword arguments, a {kind}, when it ran again in backward.",
+        "forward had changed it already. So it would end up in another state than with plain "
+        "autograd, and every later function would see that.",
+        "leave it alone if rg.is_recomputing(); pass no cache in training (use_cache=False).",
+    )
+
+
 def recompute_raised(where: str, error: Exception) -> RetrogradError:
     name = type(error).__name__
     return explain(

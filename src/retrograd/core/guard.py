@@ -13,6 +13,7 @@ small file in `guards/`. Its methods are named by the moment they run:
 
     before_backward()            a walk back begins, or begins again: is this guard needed in it?
       before_recompute(index, undo)    update `index` is about to run again
+      after_recompute(index, saved, output, state)    its function has run again
       after_undo(index, state)         the streams before update `index` are rebuilt
 
 A guard belongs to one call of a stack. It must not refer to the graph, the tape or the walk.
@@ -27,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 from retrograd.core.streams import State
 
 if TYPE_CHECKING:
-    from retrograd.core.program import Application
+    from retrograd.core.program import Application, Output
+    from retrograd.core.saved import Saved
 
 MOMENTS = (
     "before_forward",
@@ -38,12 +40,19 @@ MOMENTS = (
     "after_forward",
     "before_backward",
     "before_recompute",
+    "after_recompute",
     "after_undo",
 )
 
 
 class Undo(list[tuple[Callable[..., Any], tuple[Any, ...]]]):
-    """Actions that put things back. Register an action before the change that it takes back."""
+    """Actions that put things back. Register an action before the change that it takes back.
+
+    [Note: interrupts] Ctrl-C raises `KeyboardInterrupt` wherever Python code runs: after a call
+    into C, at the start of a Python function. So every change is made inside the `try` whose
+    `finally` takes it back, and an action stays registered until it is done. If the interrupt comes
+    in `run`, a second `run` does the rest: actions may run twice.
+    """
 
     def add(
         self,
@@ -54,19 +63,22 @@ class Undo(list[tuple[Callable[..., Any], tuple[Any, ...]]]):
 
     def run(self) -> None:
         """Run all actions, the last one first. An action that raises does not stop the others."""
-        try:
-            while self:
-                action, args = self.pop()
+        while self:
+            action, args = self[-1]
+            try:
                 action(*args)
-        finally:
-            if self:
+            except Exception:
+                self.pop()
                 self.run()
+                raise
+            self.pop()
 
 
 class Guard:
     """The base class: every moment passes without effect. See the module for the moments."""
 
     rebuilt_only = True  # False: it also surrounds updates that are kept, and plain passes
+    needs_output = False  # True: in a backward that it takes part in, functions run to their end
 
     def before_forward(self, state: State) -> None:
         """Look at the streams before the first update."""
@@ -74,7 +86,11 @@ class Guard:
     def before_function(self, update: Application) -> None:
         """Look at an update before its function runs in forward."""
 
-    def call(self, update: Application, run: Callable[[], Any]) -> Any:
+    def call(
+        self,
+        update: Application,
+        run: Callable[[], Any],
+    ) -> Any:
         """Run a function by calling `run`, and return what it returns."""
         return run()
 
@@ -91,17 +107,37 @@ class Guard:
         """A walk back begins. Returns whether `before_recompute` has anything to do in it."""
         return True
 
-    def before_recompute(self, index: int, undo: Undo) -> None:
+    def before_recompute(
+        self,
+        index: int,
+        undo: Undo,
+    ) -> None:
         """Put back what update `index` saw in forward, and register with `undo` how to end that."""
 
-    def after_undo(self, index: int, state: State) -> None:
+    def after_recompute(
+        self,
+        index: int,
+        saved: list[Saved],
+        output: Output | None,
+        state: State,
+    ) -> None:
+        """Look at what autograd saved and what the function returned when it ran again.
+
+        What forward saw is still in place. `output` is None if the function was stopped early.
+        """
+
+    def after_undo(
+        self,
+        index: int,
+        state: State,
+    ) -> None:
         """Look at the rebuilt streams before update `index`."""
 
 
 class Guards:
     """The guards of one call, by moment. Each list has the guards that do something then."""
 
-    __slots__ = (*MOMENTS, "in_backward")
+    __slots__ = (*MOMENTS, "in_backward", "need_output")
 
     before_forward: list[Callable[[State], None]]
     before_function: list[Callable[[Application], None]]
@@ -111,23 +147,39 @@ class Guards:
     after_forward: list[Callable[[State], None]]
     before_backward: list[Callable[[], bool]]
     before_recompute: list[Callable[[int, Undo], None]]
+    after_recompute: list[Callable[[int, list[Saved], Output | None, State], None]]
     after_undo: list[Callable[[int, State], None]]
 
     def __init__(self, guards: Iterable[Guard] = ()) -> None:
         for moment in MOMENTS:
             setattr(self, moment, [])
         self.in_backward: list[Guard] = []
+        self.need_output = False
+        self.add(guards)
+
+    def add(self, guards: Iterable[Guard]) -> None:
+        """Use these guards, too, from now on."""
         for guard in guards:
             moments = _moments_of(type(guard))
             for moment in moments:
                 getattr(self, moment).append(getattr(guard, moment))
-            if "before_backward" in moments or "before_recompute" in moments:
+            if not _IN_BACKWARD.isdisjoint(moments):
                 self.in_backward.append(guard)
 
     def begin_backward(self) -> None:
         """A walk back begins: keep those guards for recompute that have something to do in it."""
         needed = [guard for guard in self.in_backward if guard.before_backward()]
-        self.before_recompute = [guard.before_recompute for guard in needed]
+        self.before_recompute = _methods(needed, "before_recompute")
+        self.after_recompute = _methods(needed, "after_recompute")
+        self.need_output = any(guard.needs_output for guard in needed)
+
+
+_IN_BACKWARD = {"before_backward", "before_recompute", "after_recompute"}
+
+
+def _methods(guards: list[Guard], moment: str) -> list[Any]:
+    """What the guards do at a moment."""
+    return [getattr(guard, moment) for guard in guards if moment in _moments_of(type(guard))]
 
 
 @functools.cache

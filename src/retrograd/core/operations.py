@@ -22,7 +22,8 @@ from retrograd.core.streams import (
     flatten,
     unflatten,
 )
-from retrograd.core.tensors import ShapeAndDtype, shape_and_dtype
+from retrograd.core.tensors import ShapeAndDtype, shape_and_dtype, storage_of
+from retrograd.core.watch import written_by
 
 
 class KeptOperation(NamedTuple):
@@ -34,8 +35,6 @@ class KeptOperation(NamedTuple):
 
 class KeepOperations(DispatchMode):
     """While active, keeps what the chosen operations return."""
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -55,6 +54,8 @@ class KeepOperations(DispatchMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
+        for tensor in written_by(func, args, kwargs or {}):
+            self._copy_before_write(storage_of(tensor))
         result = func(*args, **(kwargs or {}))
         number = self.calls[func] = self.calls.get(func, -1) + 1
         if (func, number) in self.chosen:
@@ -64,11 +65,19 @@ class KeepOperations(DispatchMode):
             self.kept[func, number] = kept
         return result
 
+    def _copy_before_write(self, memory: int) -> None:
+        """The function edits what an operation returned: keep it as it is now.
+
+        Versions do not tell: inside a mode, aliases count edits for themselves.
+        """
+        for kept in self.kept.values():
+            for i, leaf in enumerate(kept.leaves):
+                if _is_saved(leaf) and storage_of(leaf.content) == memory:
+                    kept.leaves[i] = save(leaf.content.clone())
+
 
 class ReuseOperations(DispatchMode):
     """While active, operations that were kept return what they returned then."""
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ They are used here and nowhere else, apart from the dicts of `nn.Module` (`_para
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +23,65 @@ _C: Any = torch._C  # its stubs do not have what is used here
 # `torch.pytree` would replace it.
 pytree = _pytree
 
-# Sees every operation. Documented, but at home in a private module only.
-DispatchMode = TorchDispatchMode
+
+class DispatchMode(TorchDispatchMode):
+    """Sees every operation. Documented, but at home in a private module only.
+
+    With these two settings, functions may be compiled and may use `torch.cond` in the mode, as they
+    do without it.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+def run_in_mode(mode: DispatchMode, function: Callable[..., Any], *args: Any) -> Any:
+    """What `with mode: return function(*args)` does, but an interrupt leaves no mode behind.
+
+    [Note: interrupts] A `with` statement that does not lose `__exit__` would replace it.
+    """
+    depth = _C._len_torch_dispatch_stack()
+    try:
+        with mode:
+            return function(*args)
+    finally:
+        try:
+            _end(mode, depth)
+        finally:
+            _end(mode, depth)
+
+
+def _end(mode: DispatchMode, depth: int) -> None:
+    """End a mode that is still active although its `with` statement is over."""
+    while _C._len_torch_dispatch_stack() > depth:
+        try:
+            mode.__exit__(None, None, None)
+        except IndexError:  # it had been interrupted halfway
+            _C._pop_torch_dispatch_stack()
+
+
+class PassiveMode(DispatchMode):
+    """Does nothing. A few operations (`ctc_loss`) save other tensors if any mode is active, so what
+    ran in a mode runs again in one.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+# Operations that let autograd save memory which they do not fill: it differs each time.
+UNFILLED = {"aten::rrelu_with_noise", "aten::_ctc_loss"}
+
+# Operations that write arguments without saying so in their schema: running statistics. Schemas
+# that tell would replace it.
+UNDECLARED_WRITES = {
+    "aten::native_batch_norm": (3, 4),
+    "aten::cudnn_batch_norm": (3, 4),
+    "aten::miopen_batch_norm": (3, 4),
+}
 
 # What `torch.set_grad_enabled` and `torch.autograd.graph.saved_tensors_hooks` call. Every update
 # enters both, in forward and again in backward, and the public ones take 2 us each time, a
@@ -35,6 +93,10 @@ pop_hooks: Any = _C._autograd._pop_saved_tensors_default_hooks
 # A number for each run of the autograd engine; -1 outside. `torch.utils.checkpoint` uses it, too. A
 # public way to ask would replace it.
 current_backward: Any = _C._current_graph_task_id
+
+# Sets the versions of tensors, given as two tuples. A public `Tensor.version` that can be set would
+# replace it.
+set_version: Any = _C._autograd._unsafe_set_version_counter
 
 # The base class of all norms with running statistics. A public name would replace it.
 NormWithStatistics = _NormBase
@@ -69,6 +131,13 @@ def is_compiler_active() -> bool:
     return _C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
+def is_compiled(function: Any) -> bool:
+    """Whether a function or a module was compiled. A public way to ask would replace it."""
+    if getattr(function, "_compiled_call_impl", None) is not None:
+        return True
+    return hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "_orig_mod")
+
+
 def break_graph(reason: str) -> None:
     """Break the graph, and tell a compiler that must not why. A reason in `without_compiler` would
     replace it.
@@ -81,6 +150,10 @@ def break_graph(reason: str) -> None:
 # `Tensor.has_post_accumulate_grad_hook()` would replace it.
 has_step_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
+# A generator, whatever Python object stands for it: a dispatch mode gets another one than the
+# caller passed. Equality of `torch.Generator` would replace it.
+identity_of_generator: Any = operator.attrgetter("_cdata")
+
 # What attention on a CPU runs. torch's FLOP counter has no formula for it; once it has, this is not
 # needed.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -89,6 +162,14 @@ CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no values: one of `FakeTensorMode`, whose class has no public name."""
     return type(tensor).__name__ == "FakeTensor"
+
+
+def check_hooks_are_enabled() -> None:
+    """Raise what torch raises where `disable_saved_tensors_hooks` is on. Public ways to ask would
+    replace these.
+    """
+    if not _C._autograd._saved_tensors_hooks_is_enabled():
+        raise RuntimeError(_C._autograd._saved_tensors_hooks_get_disabled_error_message())
 
 
 def surrounding_hooks() -> tuple[Any, Any] | None:
@@ -105,6 +186,23 @@ def are_transforms_active() -> bool:
     Public ways to ask would replace these.
     """
     return _C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def vmap_level() -> int:
+    """How many batches of gradients (`is_grads_batched`) backward is inside of.
+
+    Public ways to ask and to set it would replace these two.
+    """
+    level = _C._vmapmode_increment_nesting()
+    _C._vmapmode_decrement_nesting()
+    return level - 1
+
+
+def set_vmap_level(level: int) -> None:
+    while vmap_level() > level:
+        _C._vmapmode_decrement_nesting()
+    while vmap_level() < level:
+        _C._vmapmode_increment_nesting()
 
 
 def storage_users(tensor: Tensor) -> int:

@@ -199,9 +199,9 @@ class Pass:
     ) -> None:
         """Make a stream of `value`. Without `precision`: a stream that no update changes."""
         given, self.specs[name] = flatten_stream(value, name)
-        leaves = tuple(map(dense, given))
+        leaves = tuple(given)
         if precision is not None:
-            leaves = tuple(map(precision.stream, leaves))
+            leaves = tuple([precision.stream(dense(leaf)) for leaf in leaves])
         self.state[name] = leaves
         dtypes = [old.dtype if old.dtype != new.dtype else None for old, new in zip(given, leaves)]
         self.caller_dtypes[name] = dtypes if any(dtypes) else None
@@ -419,12 +419,17 @@ def _fitting_leaves(update: Application, value: Any) -> Leaves:
     leaves = flatten_like(value, update.spec)
     if leaves is None:
         raise _wrong_structure(update, value)
+    if getattr(update.step.coupling, "any_shape", False):
+        return leaves
     for target, out in zip(update.target, leaves):
         if out.shape != target.shape or not _is_narrower(out.dtype, target.dtype):
             raise _wrong_leaf(update, target, out)
-    if is_trusted(update.step.coupling):
-        return leaves  # these couplings accept narrower outputs
-    return [out.to(target.dtype) for target, out in zip(update.target, leaves)]
+    # Trusted couplings accept narrower outputs, but nothing can subtract a bool.
+    keeps = is_trusted(update.step.coupling)
+    pairs = zip(leaves, update.target)
+    return [
+        out if keeps and out.dtype != torch.bool else out.to(target.dtype) for out, target in pairs
+    ]
 
 
 def _is_narrower(dtype: torch.dtype, target: torch.dtype) -> bool:

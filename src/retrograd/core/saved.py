@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from retrograd.core import errors
@@ -93,6 +94,13 @@ def load_state(
 # --- keyword arguments
 
 
+# Values that refer to nothing else.
+PLAIN_TYPES = (
+    *(int, float, complex, str, bytes, bool, type(None)),
+    *(torch.dtype, torch.device, torch.Size),
+)
+
+
 class Objects(list[Any]):
     """The leaves of keyword arguments that are no tensors; None in place of each tensor."""
 
@@ -162,4 +170,7 @@ def leaf_view(tensor: Tensor, needs_grad: bool) -> Tensor:
     views of a leaf. Not by `view_as`, which may change strides of dimensions of size 1.
     """
     leaf = tensor.detach()
-    return leaf.requires_grad_()[...] if needs_grad else leaf
+    if not needs_grad:
+        return leaf
+    is_strided = leaf.layout == torch.strided and not leaf.is_nested
+    return leaf.requires_grad_()[...] if is_strided else leaf.requires_grad_()

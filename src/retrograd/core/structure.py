@@ -2,21 +2,35 @@
 
 A program runs the same functions call after call. So a stack caches their structure, and a call
 only checks that it is still current: validating the cache costs a third of rebuilding it.
+
+The structure has what the functions have registered, and what they were seen to use (`watch.py`).
+[Note: which calls are inspected] A call is watched and verified if it is the first one of its
+structure, of a training mode or of a shape (up to eight shapes), if an attribute of a module has
+another value than before, and every 1,024th time. Updates that are kept cannot be verified: if a
+later call rebuilds them, it is inspected from there on.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from retrograd.core import errors
-from retrograd.core.holdings import Holdings, is_user_module
-from retrograd.core.tensors import ShapeAndDtype
+from retrograd.core.private import identity_of_generator
+from retrograd.core.streams import State
+from retrograd.core.tensors import ShapeAndDtype, local, storage_of
+from retrograd.core.watch import Usage
+
+VerifyCalls = Literal["first", "always", "never"]
+EVERY = 1024  # calls: how often a stack is inspected again
+MAX_SHAPES = 8  # how many shapes are inspected
+
+_training = operator.attrgetter("training")
 
 Functions = tuple[Any, ...]  # what one update calls: its function, and perhaps its coupling
 
@@ -31,23 +45,59 @@ class FunctionState:
         self,
         number: int,
         functions: Functions,
+        usage: Usage,
     ) -> None:
         self.number = number  # among the distinct functions of the program
-        self.holdings = Holdings(functions)
-        self.modules = self.holdings.modules
-        self.parameters: list[Tensor] = [
-            parameter
-            for module in self.modules
-            if module._parameters
-            for parameter in module._parameters.values()
-            if parameter is not None
+        self.usage = usage
+        self.known_modules = len(usage.modules)
+        self.modules = [*registered_modules(functions), *usage.modules]
+        parameters = [p for module in self.modules for p in module._parameters.values()]
+        self.parameters: list[Tensor] = [p for p in parameters if p is not None] + usage.weights
+        written = set(map(storage_of, usage.written))
+        # Those that must not change between forward and backward.
+        self.constant_parameters = [
+            p for p in self.parameters if storage_of(local(p)) not in written
         ]
-        self.parameters += self.holdings.weights
         self.user_modules = [module for module in self.modules if is_user_module(module)]
         self.user_buffers = [module._buffers for module in self.user_modules]
+        self.is_script = any(map(is_script, (*functions, *self.modules)))
+        # Whether recompute may end as soon as autograd has saved the last tensor. Scripts turn the
+        # exception that ends them into one of their own.
+        self.may_stop_early = usage.may_stop_early and not self.is_script
         # Shapes of what autograd saved when the function last ran. One list serves every call.
         self.saved_shapes: list[ShapeAndDtype] = []
         self.members = [Members(module) for module in self.modules]
+
+    def replayed(self) -> set[int]:
+        """What it runs again with: modules (ids), tensors (memory) and generators (identities)."""
+        usage = self.usage
+        generators = map(identity_of_generator, usage.generators)
+        return {
+            *map(id, (*self.modules, *usage.modules)),
+            *map(storage_of, usage.written),
+            *generators,
+        }
+
+
+def registered_modules(functions: Functions) -> list[nn.Module]:
+    """The modules among these functions, and their children, each as often as it is registered."""
+    found = [function for function in functions if isinstance(function, nn.Module)]
+    seen = set(map(id, found))
+    for module in found:  # grows while it is searched
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
+def is_user_module(module: nn.Module) -> bool:
+    """Whether the class of a module is not one of torch's, which hold no hidden state."""
+    return module.__class__.__module__[:8] != "torch.nn"
+
+
+def is_script(function: Any) -> bool:
+    return isinstance(function, (torch.jit.ScriptModule, torch.jit.ScriptFunction))
 
 
 class Members:
@@ -71,8 +121,15 @@ class Members:
 class Structure:
     """The functions of a program, and all modules and parameters behind them."""
 
-    def __init__(self, functions: Sequence[Functions]) -> None:
+    def __init__(
+        self,
+        functions: Sequence[Functions],
+        usages: dict[tuple[int, ...], Usage] | None = None,
+    ) -> None:
         self.key = functions
+        self.usages = {} if usages is None else usages  # by the ids of the functions of an update
+        self.is_outdated = False  # more was seen of what the functions use
+        self.inspected_until = 0  # updates before this one were inspected
         self._ids = [*map(id, itertools.chain.from_iterable(functions))]
         self._lengths = [*map(len, functions)]
         by_id: dict[tuple[int, ...], FunctionState] = {}  # updates may share a function
@@ -80,7 +137,8 @@ class Structure:
         for parts in functions:
             ids = tuple(map(id, parts))
             if ids not in by_id:
-                by_id[ids] = FunctionState(len(by_id), parts)
+                usage = self.usages.setdefault(ids, Usage())
+                by_id[ids] = FunctionState(len(by_id), parts, usage)
             self.functions.append(by_id[ids])
         self.distinct = list(by_id.values())
         self.modules: list[nn.Module] = []
@@ -98,6 +156,19 @@ class Structure:
         self._slots = [slot for m in members for slot in (m.parameters, m.submodules)]
         self._sizes = [len(slot) for slot in self._slots]
         self._values = [value for slot in self._slots for value in slot.values()]
+        self.generators = [g for function in self.distinct for g in function.usage.generators]
+        self.draws = any(function.usage.draws for function in self.distinct)
+        self.has_written = any(function.usage.written for function in self.distinct)
+        self.has_scripts = any(function.is_script for function in self.distinct)
+        self.attributes = Attributes(self.modules)
+
+    def has_inspected(self, updates: Iterable[int]) -> None:
+        """These updates were watched, and verified if they are to be."""
+        self.inspected_until = max([self.inspected_until, *(index + 1 for index in updates)])
+
+    @property
+    def parameter_memory(self) -> set[int]:
+        return {storage_of(local(parameter)) for parameter in self.parameters}
 
     def is_of(self, functions: Sequence[Functions]) -> bool:
         """Whether these are its functions: the same objects, not equal ones."""
@@ -109,9 +180,51 @@ class Structure:
         if list(map(len, self._slots)) != self._sizes:
             return False
         now = itertools.chain.from_iterable([slot.values() for slot in self._slots])
-        if not all(map(operator.is_, now, self._values)):
-            return False
-        return all(function.holdings.is_current() for function in self.distinct)
+        return all(map(operator.is_, now, self._values))
+
+
+class Attributes:
+    """The attributes of the user's own modules: has any become something else?"""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.dicts = [vars(module) for module in modules if is_user_module(module)]
+        self.values = self._current()
+        self.reported: set[tuple[int, str]] = set()  # each attribute counts once
+        self.is_dirty = False  # a change that was not told yet
+
+    def will_be_inspected(self) -> bool:
+        """Ask before the call whether `have_changed` will be true in it."""
+        self.is_dirty = self.have_changed()
+        return self.is_dirty
+
+    def _current(self) -> list[Any]:
+        return list(itertools.chain.from_iterable(map(dict.values, self.dicts)))
+
+    def have_changed(self) -> bool:
+        """Whether an attribute has changed that had not changed before. Asked in every call."""
+        now = self._current()
+        before = self.values
+        if self.is_dirty:
+            self.is_dirty = False
+            self.values = now
+            return True
+        if len(now) == len(before) and all(map(operator.is_, now, before)):
+            return False  # nearly always
+        self.values = now
+        if len(now) != len(before):
+            return True
+        names = [(id(owner), name) for owner in self.dicts for name in owner]
+        changed = {
+            name for name, a, b in zip(names, before, now) if a is not b and _matters(name[1], b)
+        }
+        is_new = not changed <= self.reported
+        self.reported |= changed
+        return is_new
+
+
+def _matters(name: str, value: Any) -> bool:
+    """Activations that a module stores do not; `training` is looked at by itself."""
+    return name != "training" and not isinstance(value, Tensor)
 
 
 class Notices:
@@ -127,9 +240,14 @@ class StackCache:
         self.structure: Structure | None = None
         self.program: Any = None  # the last one without keyword arguments
         self.program_key: Sequence[Any] = ()  # what that program was made of
-        self.profiles: dict[Any, Any] = {}  # what calls of each shape need: see `profile`
+        self.profiles: Any = {}  # what calls of each shape need: see `profiling`
+        self.profiled: Any = None  # the usages of the structure that they belong to
+        self.integers: set[Any] = set()  # values of integers in keyword arguments
+        self.numbers_matter = False  # numbers in keyword arguments change what a call needs
         self.notices = Notices()
         self.trusts_casts = False  # hooks on its blocks cast streams and do nothing else
+        self.calls = 0
+        self.inspected: set[Any] = set()  # shapes and training modes
 
     def __reduce__(self) -> Any:
         return StackCache, ()
@@ -137,5 +255,31 @@ class StackCache:
     def structure_of(self, functions: Sequence[Functions]) -> Structure:
         structure = self.structure
         if structure is None or not structure.is_of(functions) or not structure.is_current():
+            self.inspected = set()
             structure = self.structure = Structure(functions)
+        elif structure.is_outdated:
+            outdated = structure
+            structure = self.structure = Structure(functions, outdated.usages)
+            structure.inspected_until = outdated.inspected_until
+            structure.attributes.is_dirty = outdated.attributes.have_changed()
         return structure
+
+    def inspect_from(
+        self,
+        structure: Structure,
+        state: State,
+        verify: VerifyCalls,
+    ) -> int:
+        """From which update on a call is inspected. See [Note: which calls are inspected]."""
+        self.calls += 1
+        if verify == "always":
+            return 0
+        have_changed = structure.attributes.have_changed()
+        shapes = tuple([leaf.shape for leaves in state.values() for leaf in leaves])
+        key = (shapes, bytes(map(_training, structure.modules)))
+        is_new = key not in self.inspected and len(self.inspected) < MAX_SHAPES
+        if is_new:
+            self.inspected.add(key)
+        if is_new or have_changed or self.calls % EVERY == 0:
+            return 0
+        return structure.inspected_until

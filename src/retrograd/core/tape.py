@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from retrograd.core import errors
 from retrograd.core.exact import Precision
 from retrograd.core.guard import Guard, Guards
-from retrograd.core.guards import guards_of_recorded_pass
+from retrograd.core.guards import guards_of_inspection, guards_of_recorded_pass
+from retrograd.core.guards.local_backward import LocalBackward
 from retrograd.core.memory import (
     NOTHING,
     Choice,
@@ -31,10 +32,12 @@ from retrograd.core.memory import (
 )
 from retrograd.core.operations import KeepOperations, KeptOperation
 from retrograd.core.private import (
+    check_hooks_are_enabled,
     has_step_hooks,
     never_compiled,
     pop_hooks,
     push_hooks,
+    run_in_mode,
     surrounding_hooks,
 )
 from retrograd.core.program import (
@@ -56,12 +59,13 @@ from retrograd.core.saved import (
     save_state,
 )
 from retrograd.core.streams import State, flatten, unflatten
-from retrograd.core.structure import Functions, StackCache
+from retrograd.core.structure import Functions, StackCache, VerifyCalls
 from retrograd.core.tensors import (
     describe,
     distinct_bytes,
     nbytes,
-    shape_and_dtype,
+    shapes_of,
+    storage_of,
     stride_of,
 )
 from retrograd.core.updates import is_trusted
@@ -84,8 +88,10 @@ class Tape(Pass):
         plan: Plan,
         cache: StackCache,
         choose_guards: ChooseGuards = list,
+        verify: VerifyCalls = "first",
     ) -> None:
         super().__init__(program, streams, keywords, precision)
+        check_hooks_are_enabled()
         self._copy_inference_tensors()
         self.plan = plan
         self.cache = cache
@@ -99,8 +105,19 @@ class Tape(Pass):
         # Parameters may be stepped in backward: [Note: an optimizer inside backward].
         self.steps_in_backward = any(map(has_step_hooks, self.structure.parameters))
         guards = guards_of_recorded_pass(
-            self, context.weak_program, context.weak_structure, arguments, precision, cache
+            self, context.weak_program, context.weak_structure, arguments, precision, cache.notices
         )
+        self.inspect_from = cache.inspect_from(self.structure, self.state, verify)
+        self.inspection = functools.partial(
+            guards_of_inspection,
+            guards,
+            context.weak_program,
+            context.weak_structure,
+            precision,
+            cache.notices,
+            verify,
+        )
+        self.local_backward = next(g for g in guards if isinstance(g, LocalBackward))
         guards = choose_guards(guards)
         self.guards_past_cut = Guards(guard for guard in guards if not guard.rebuilt_only)
         self.surround(guards)
@@ -120,6 +137,8 @@ class Tape(Pass):
         if self.is_past_cut:
             super().update(step)
             return
+        if self.index == self.inspect_from:
+            self.guards.add(self.inspection())
         update = self._application(step)
         for before_function in self.guards.before_function:
             before_function(update)
@@ -150,11 +169,11 @@ class Tape(Pass):
     ) -> None:
         """Run the function and the coupling, while the hooks receive what autograd saves."""
         update.saved = hooks.recording
-        push_hooks(hooks.pack, hooks.unpack)
         try:
+            push_hooks(hooks.pack, hooks.unpack)
             if choice.operations:
-                with KeepOperations(choice.operations, update.saved) as keep:
-                    evaluate(update, self.keywords, self.guards)
+                keep = KeepOperations(choice.operations, update.saved)
+                run_in_mode(keep, evaluate, update, self.keywords, self.guards)
                 hooks.operations = keep.kept
             else:
                 evaluate(update, self.keywords, self.guards)
@@ -164,8 +183,12 @@ class Tape(Pass):
             self._explain(error, update)
             raise
         finally:
+            # Let go of the tensors: they refer to the graph, and the graph refers to these hooks.
+            hooks.is_recording = False
+            hooks.recording = []
             pop_hooks()
-            hooks.end_recording()
+        if hooks.ran_backward:
+            self.local_backward.updates.add(update.index)
 
     def _record(self, update: Application, needs_grad: list[bool]) -> Record:
         record = Record()
@@ -173,8 +196,9 @@ class Tape(Pass):
         record.dtypes = self.dtypes
         record.saved_by_function = update.saved_by_function
         record.output = None
-        record.shapes = list(map(shape_and_dtype, update.saved))
+        record.shapes = shapes_of(update.saved)
         function = self.structure.functions[update.index]
+        record.may_stop_early = function.may_stop_early
         if record.shapes == function.saved_shapes:  # nearly always: one list serves every call
             record.shapes = function.saved_shapes
         else:
@@ -187,13 +211,21 @@ class Tape(Pass):
         self, update: Application, choice: Choice, hooks: ForwardHooks, record: Record
     ) -> None:
         """Keep what the plan chose, and everything of a function that cannot run again."""
+        output = save_output(update.output, self._memory_of_state(update.index))
         if not update.is_repeatable:
-            record.output = save_output(update.output)
+            record.output = output
             hooks.keep(update.saved)
         elif choice.output and update.saved:
-            hooks.output = save_output(update.output)
+            hooks.output = output
         elif choice.output:
-            record.output = save_output(update.output)  # the graph will not hold the hooks
+            record.output = output  # the graph will not hold the hooks
+
+    def _memory_of_state(self, index: int) -> set[int]:
+        """Memory that the functions edit: an output may be a view of it."""
+        function = self.structure.functions[index]
+        buffers = [b for module in function.modules for b in module._buffers.values()]
+        state = [*buffers, *function.usage.written]
+        return {storage_of(tensor) for tensor in state if tensor is not None}
 
     def _follow_backward(self, update: Application) -> None:
         """Let the walk know when backward arrives: [Note: an optimizer inside backward]."""
@@ -295,6 +327,7 @@ class ForwardHooks:
         "is_recording",
         "operations",
         "output",
+        "ran_backward",
         "recording",
         "saved",
         "streams",
@@ -306,6 +339,7 @@ class ForwardHooks:
         self.index = index
         self.recording: list[Tensor] = []  # what autograd saves while the function runs
         self.is_recording = True
+        self.ran_backward = False  # the function called autograd while it ran
         self.saved: list[Saved | None] | None = None  # the same tensors again, in backward
         self.is_kept = False  # `saved` serves more than one request
         # What the plan keeps. It is here and not in the walk, so that it goes as backward goes.
@@ -320,7 +354,8 @@ class ForwardHooks:
 
     @never_compiled
     def unpack(self, slot: int) -> Tensor:
-        if self.is_recording:  # the function is still running and calls autograd.grad
+        if self.is_recording:  # the function is still running and calls autograd
+            self.ran_backward = True
             return self.recording[slot]
         saved = None if self.saved is None else self.saved[slot]
         if saved is None:
@@ -334,11 +369,6 @@ class ForwardHooks:
             # Autograd asks once. So the tensor is freed now, not when the update is over.
             self.saved[slot] = None  # type: ignore[index]
         return tensor
-
-    def end_recording(self) -> None:
-        """Let go of the tensors: they refer to the graph, and the graph refers to these hooks."""
-        self.is_recording = False
-        self.recording = []
 
     def keep(self, tensors: list[Tensor]) -> None:
         """Keep what autograd saved until the graph is freed."""
@@ -355,8 +385,12 @@ def functions_of(program: Program, arguments: Iterable[Any]) -> list[Functions]:
     ]
 
 
-def save_output(output: Output) -> SavedOutput:
-    return [tuple([save(out.detach()) for out in outputs]) for outputs in output]
+def save_output(output: Output, edited: set[int]) -> SavedOutput:
+    """Save outputs; those that share memory with `edited` as copies."""
+    return [
+        tuple([save(out.clone() if storage_of(out) in edited else out) for out in outputs])
+        for outputs in [[out.detach() for out in outputs] for outputs in output]
+    ]
 
 
 def number_of_processes() -> int:

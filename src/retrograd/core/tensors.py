@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from retrograd.core.private import pytree, storage_users
 
@@ -20,6 +21,18 @@ shape_and_dtype = operator.attrgetter("shape", "dtype")
 ShapeAndDtype = tuple[torch.Size, torch.dtype]
 
 
+def shapes_of(tensors: Sequence[Tensor]) -> list[ShapeAndDtype]:
+    try:
+        return list(map(shape_and_dtype, tensors))
+    except RuntimeError:  # nested tensors with strides have no shape
+        return [
+            (torch.Size([tensor.numel()]), tensor.dtype)
+            if tensor.is_nested
+            else shape_and_dtype(tensor)
+            for tensor in tensors
+        ]
+
+
 def dense(leaf: Tensor) -> Tensor:
     """The tensor itself, or a copy if its memory has gaps or overlaps (a slice, an expansion).
 
@@ -28,11 +41,14 @@ def dense(leaf: Tensor) -> Tensor:
     kernels round differently then, and `nn.Linear` even saves other tensors. The copy also releases
     the tensor that the slice is part of.
     """
-    if leaf.is_contiguous() or type(leaf) is not Tensor:
-        return leaf
-    if torch.empty_like(leaf, device="meta").stride() == leaf.stride():
+    if leaf.is_contiguous() or type(leaf) is not Tensor or has_dense_strides(leaf):
         return leaf
     return leaf.clone()
+
+
+def has_dense_strides(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor has no gaps and overlaps, in whatever order of dimensions."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -64,7 +80,7 @@ def largest_shard(tensor: Any) -> int:
 
 def storage_of(tensor: Tensor) -> int:
     """An identifier of the memory that a tensor uses."""
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or tensor.is_nested or is_lazy(tensor):
         return id(tensor)
     return tensor.untyped_storage()._cdata
 
@@ -83,10 +99,11 @@ def nbytes(tensor: Tensor) -> int:
 def distinct_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the memory that these tensors use. Memory that several share counts once."""
     by_storage = {storage_of(tensor): tensor for tensor in tensors if tensor is not None}
-    return sum(map(_bytes_of_storage, by_storage.values()))
+    return sum(map(storage_bytes, by_storage.values()))
 
 
-def _bytes_of_storage(tensor: Tensor) -> int:
+def storage_bytes(tensor: Tensor) -> int:
+    """Bytes of the memory that a tensor uses. FSDP frees memory of tensors that live on."""
     if tensor.layout == torch.strided:
         return tensor.untyped_storage().nbytes()
     return nbytes(tensor)

@@ -46,6 +46,7 @@ class Coupling:
     """
 
     returns: tuple[str, ...] = ("out",)
+    any_shape = False  # True: the output need not have the shape of the target
 
     if TYPE_CHECKING:  # a type cannot say how many `out` arguments there are
         forward: Callable[..., Tensor]

@@ -46,15 +46,16 @@ import torch
 from torch import Tensor
 
 from retrograd.core import errors
-from retrograd.core.crawl import PLAIN_TYPES
 from retrograd.core.guard import Guards, Undo
 from retrograd.core.operations import ReuseOperations
 from retrograd.core.private import (
+    check_hooks_are_enabled,
     current_backward,
     is_compiler_active,
     never_compiled,
     pop_hooks,
     push_hooks,
+    run_in_mode,
     set_grad_mode,
     surrounding_hooks,
     without_compiler,
@@ -69,6 +70,7 @@ from retrograd.core.program import (
     place,
 )
 from retrograd.core.saved import (
+    PLAIN_TYPES,
     KeywordArguments,
     Saved,
     SavedOutput,
@@ -89,7 +91,7 @@ from retrograd.core.structure import Structure
 from retrograd.core.tensors import (
     ShapeAndDtype,
     is_unshared,
-    shape_and_dtype,
+    shapes_of,
     with_strides,
 )
 from retrograd.core.updates import has_inverse_in_place, is_trusted
@@ -123,7 +125,15 @@ def is_recomputing() -> bool:
 class Record:
     """What the walk remembers of one update."""
 
-    __slots__ = ("dtypes", "needs_grad", "output", "saved_by_function", "shapes", "strides")
+    __slots__ = (
+        "dtypes",
+        "may_stop_early",
+        "needs_grad",
+        "output",
+        "saved_by_function",
+        "shapes",
+        "strides",
+    )
 
     needs_grad: list[bool]  # of the target's leaves, then of the leaves of each read
     dtypes: dict[str, Dtypes]  # in which its function read the streams
@@ -131,6 +141,7 @@ class Record:
     saved_by_function: int  # how many of them the function saved; the coupling saved the rest
     strides: list[tuple[int, ...]] | None  # of the target before it, if the update changed them
     output: SavedOutput | None  # kept where the function does not run again
+    may_stop_early: bool  # see `watch.Usage`
 
 
 class StartingPoint(NamedTuple):
@@ -283,6 +294,7 @@ class Walk:
         """Undo updates until the walk is at `index`."""
         backward = current_backward()
         if backward != self.backward or backward < 0:
+            check_hooks_are_enabled()
             self.backward = backward
             self.arguments.release()
             self.guards.begin_backward()
@@ -339,11 +351,15 @@ class Walk:
             set_grad_mode(True)
             recomputing.depth = depth + 1
             output = recompute.run(undo)
-        finally:
+        finally:  # [Note: interrupts]
             recomputing.depth = depth
-            set_grad_mode(gradients)
-            if back:
-                back.run()
+            try:
+                set_grad_mode(gradients)
+                if back:
+                    back.run()
+            finally:
+                if back:
+                    back.run()
             saved = recompute.hooks.release()
         if undo and self.position != index:
             recompute.undo(output)
@@ -363,8 +379,8 @@ class Walk:
             in_place = coupling.inverse_
         self.position = None  # rule 6
         gradients = torch.is_grad_enabled()
-        set_grad_mode(False)
         try:
+            set_grad_mode(False)
             rebuilt = []
             for leaf, out in zip(target, output):
                 rule = in_place if is_unshared(leaf) else coupling.inverse
@@ -405,6 +421,8 @@ class Recompute:
         # not get to its end; unless the coupling saves tensors too, which need that output.
         self.stops_early = (
             forward_hooks is not None
+            and record.may_stop_early
+            and not walk.guards.need_output
             and (forward_hooks.output is not None or forward_hooks.streams is not None)
             and len(record.shapes) == record.saved_by_function
         )
@@ -418,8 +436,8 @@ class Recompute:
         """
         record = self.record
         coupling_saves = len(record.shapes) > record.saved_by_function
-        push_hooks(self.hooks.pack, self.hooks.unpack)
         try:
+            push_hooks(self.hooks.pack, self.hooks.unpack)
             if record.output is not None:
                 output = self._load(record.output)
                 coupling_saves = False
@@ -433,6 +451,9 @@ class Recompute:
                 self._compare(record.shapes)
         finally:
             pop_hooks()
+        if record.output is None:
+            for after_recompute in self.walk.guards.after_recompute:
+                after_recompute(self.index, self.hooks.saved, output, self.walk.state)
         return output
 
     def _run_function(self) -> Output | None:
@@ -446,8 +467,8 @@ class Recompute:
                 if self.hooks.stop_at != 0:
                     evaluate(update, keywords, walk.guards)
             else:
-                with ReuseOperations(hooks.operations, self.hooks.saved):
-                    evaluate(update, keywords, walk.guards)
+                reuse = ReuseOperations(hooks.operations, self.hooks.saved)
+                run_in_mode(reuse, evaluate, update, keywords, walk.guards)
         except StopRecompute:
             pass
         except (errors.RetrogradError, torch.OutOfMemoryError, MemoryError):
@@ -495,7 +516,7 @@ class Recompute:
 
     def _compare(self, shapes: list[ShapeAndDtype]) -> None:
         """Raise unless autograd saved again what it saved in forward."""
-        now = list(map(shape_and_dtype, map(content_of, self.hooks.saved)))
+        now = shapes_of(list(map(content_of, self.hooks.saved)))
         if now != shapes:
             raise errors.other_recompute(place(self.walk.program, self.index), shapes, now)
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
 from retrograd.core.exact import Precision
 from retrograd.core.guard import Guard
+from retrograd.core.guards.arguments import ArgumentObjects, are_opaque
 from retrograd.core.guards.autocast import Autocast
+from retrograd.core.guards.batched_gradients import BatchedGradients
 from retrograd.core.guards.buffers import Buffers
 from retrograd.core.guards.coupling_trial import CouplingTrial, untrusted
 from retrograd.core.guards.drift import Drift
 from retrograd.core.guards.grid_range import GridRange
+from retrograd.core.guards.local_backward import LocalBackward
 from retrograd.core.guards.modules import ModuleState
+from retrograd.core.guards.other_threads import OtherThreads
 from retrograd.core.guards.random_state import RandomState, generators_for
+from retrograd.core.guards.scripts import Scripts
+from retrograd.core.guards.verify import Verify
 from retrograd.core.guards.versions import InputVersions, ParameterVersions
-from retrograd.core.holdings import Holdings
+from retrograd.core.guards.watching import Watching
+from retrograd.core.guards.written import WrittenTensors
 from retrograd.core.program import Pass, Program
 from retrograd.core.saved import KeywordArguments
-from retrograd.core.structure import StackCache, Structure
+from retrograd.core.structure import Notices, Structure, VerifyCalls
 
 
 def guards_of_plain_pass(
@@ -36,24 +45,76 @@ def guards_of_recorded_pass(
     structure: Structure,
     arguments: KeywordArguments,
     precision: Precision,
-    cache: StackCache,
+    notices: Notices,
 ) -> list[Guard]:
     """What surrounds updates that backward rebuilds."""
     devices = {leaf.device for leaves in run.state.values() for leaf in leaves}
-    generators = [g for function in structure.distinct for g in function.holdings.generators]
-    generators += Holdings([(value,) for value in arguments.objects]).generators
+    generators = [g for g in arguments.objects if isinstance(g, torch.Generator)]
+    generators += structure.generators
     autocast = Autocast(devices)
+    random_state = RandomState(generators_for(devices, generators), structure.draws)
+    dtypes = _dtypes_in_play(run, structure, autocast)
     # The first ones only look, so that they raise before anything is put back.
     guards = guards_of_plain_pass(program, precision)
     guards += [ParameterVersions(structure, program), ModuleState(structure), autocast]
     if any(structure.buffers) or structure.has_user_modules:
         guards.append(Buffers(structure, program))
-    guards.append(RandomState(generators_for(devices, generators)))
-    dtypes = _dtypes_in_play(run, structure, autocast)
-    guards.append(Drift(program, precision, cache, dtypes))
+    if structure.has_written:
+        guards.append(WrittenTensors(structure))
+    guards += [random_state, OtherThreads(program, random_state), LocalBackward(structure)]
+    guards.append(BatchedGradients())
+    if arguments.objects and are_opaque(arguments.objects):
+        guards.append(ArgumentObjects(arguments.objects, program))
+    if structure.has_scripts:
+        guards.append(Scripts())
+    guards.append(Drift(program, precision, notices, dtypes))
     if untrusted(program):
         guards.append(CouplingTrial(program))
     return guards
+
+
+def guards_of_inspection(
+    guards: list[Guard],
+    program: Program,
+    structure: Structure,
+    precision: Precision,
+    notices: Notices,
+    verify: VerifyCalls,
+) -> list[Guard]:
+    """What `guards` need beside them to watch functions, and to verify them unless it is "never".
+
+    See [Note: which calls are inspected].
+    """
+    added: list[Guard] = []
+    buffers = find(guards, Buffers)
+    if buffers is None:
+        buffers = Buffers(structure, program)
+        added.append(buffers)
+    written = find(guards, WrittenTensors)
+    if written is None:
+        written = WrittenTensors(structure)
+        added.append(written)
+    modules = find(guards, ModuleState)
+    random_state = find(guards, RandomState)
+    versions = find(guards, ParameterVersions)
+    assert modules is not None
+    assert random_state is not None
+    assert versions is not None
+    is_verified = verify != "never"
+    watching = Watching(structure, modules, random_state, buffers, written, versions, is_verified)
+    added.append(watching)
+    if is_verified:
+        drift = find(guards, Drift)
+        epsilon = drift.epsilon if drift is not None else 0.0
+        added.append(Verify(program, structure, watching, precision, notices, epsilon))
+    return added
+
+
+AnyGuard = TypeVar("AnyGuard", bound=Guard)
+
+
+def find(guards: list[Guard], kind: type[AnyGuard]) -> AnyGuard | None:
+    return next((guard for guard in guards if isinstance(guard, kind)), None)
 
 
 def _dtypes_in_play(

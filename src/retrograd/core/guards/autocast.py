@@ -27,14 +27,18 @@ class Autocast(Guard):
         index: int,
         undo: Undo,
     ) -> None:
+        cache = torch.is_autocast_cache_enabled()
         for kind, then, now in zip(self.kinds, self.states, self.current()):
             if then != now:
-                dtype, cache = then or (None, None)
-                context = torch.autocast(
-                    kind, enabled=then is not None, dtype=dtype, cache_enabled=cache
-                )
-                context.__enter__()
-                undo.add(context.__exit__, None, None, None)
+                undo.add(torch.set_autocast_cache_enabled, cache)
+                undo.add(torch.clear_autocast_cache)  # the casts belong to the graph of recompute
+                undo.add(torch.set_autocast_dtype, kind, torch.get_autocast_dtype(kind))
+                undo.add(torch.set_autocast_enabled, kind, now is not None)
+                torch.set_autocast_enabled(kind, then is not None)
+                if then is not None:
+                    dtype, keeps_casts = then
+                    torch.set_autocast_dtype(kind, dtype)
+                    torch.set_autocast_cache_enabled(keeps_casts)
 
 
 def autocast_state(kind: str) -> AutocastState | None:

@@ -11,6 +11,7 @@ earlier value is lost, the function cannot run again, and the tape keeps that on
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +69,11 @@ class Buffers(Guard):
 
     def before_function(self, update: Application) -> None:
         if self.has_buffers:
-            self.seen = look_at_buffers(self.structure.functions[update.index])
+            self.seen = look_at_buffers(self.structure.functions[update.index].modules)
+
+    def found_module(self, module: nn.Module) -> None:
+        """A function that runs is about to call this module, for the first time."""
+        self.seen += look_at_buffers([module])
 
     def after_update(self, update: Application) -> None:
         function = self.structure.functions[update.index]
@@ -123,11 +128,11 @@ class Buffers(Guard):
                 put_member(buffers, name, value)
 
 
-def look_at_buffers(function: FunctionState) -> list[Seen]:
+def look_at_buffers(modules: Sequence[nn.Module]) -> list[Seen]:
     """The buffers that a function is about to use, with copies of those that may change."""
     found: list[Seen] = []
     copies: dict[int, Tensor] = {}  # a buffer may be registered in several modules
-    for module in function.modules:
+    for module in modules:
         if not module._buffers:
             continue
         known = _constant.get(module, ())

@@ -37,7 +37,7 @@ from retrograd.core.program import (
     place,
 )
 from retrograd.core.streams import State
-from retrograd.core.structure import StackCache
+from retrograd.core.structure import Notices
 from retrograd.core.tensors import local
 
 PLACES = 8
@@ -52,13 +52,13 @@ class Drift(Guard):
         self,
         program: Program,
         precision: Precision,
-        cache: StackCache,
+        notices: Notices,
         dtypes: Iterable[torch.dtype | None],
     ) -> None:
         self.program = program
         self.drift = precision.drift
         self.is_exact = precision.grid is not None
-        self.notices = cache.notices
+        self.notices = notices
         stride = max(-(-len(program) // PLACES), 1)
         is_on = self.is_exact or self.drift != "ignore"
         self.places = range(0, len(program) if is_on else 0, stride)
@@ -120,7 +120,12 @@ class Drift(Guard):
         return largest(map(abs, all_values(sampled)))
 
     def _judge(
-        self, index: int, stream: str, dtype: torch.dtype, now: Values, then: Values
+        self,
+        index: int,
+        stream: str,
+        dtype: torch.dtype,
+        now: Values,
+        then: Values,
     ) -> None:
         epsilon = max(self.epsilon, torch.finfo(dtype).eps)
         limit = min(epsilon**0.5, 0.03)
@@ -134,7 +139,7 @@ class Drift(Guard):
         # a mistake; what they explain may still be too much.
         largest_size = max(size, self._size(self.end))
         explained = epsilon**0.25 * largest_size
-        # A few roundings of the largest values are always there, also where the input was zero.
+        # Some roundings of the largest values are always there, also where the input was zero.
         allowed = max(limit * size, 2 * torch.finfo(dtype).eps * largest_size)
         where = place(self.program, index)
         if self.is_exact:
@@ -143,14 +148,21 @@ class Drift(Guard):
         elif error > explained:
             raise errors.wrong_arrival(where, stream, error, size, epsilon**0.25)
         elif error > allowed:
-            self._report(errors.drifted(where, stream, error / size if size else inf, limit))
+            drifted = errors.drifted(where, stream, error / size if size else inf, limit)
+            report(drifted, self.drift, self.notices)
 
-    def _report(self, drifted: errors.RetrogradError) -> None:
-        if self.drift == "raise":
-            raise drifted
-        if not self.notices.has_warned_of_drift:
-            self.notices.has_warned_of_drift = True
-            warnings.warn(str(drifted), errors.DriftWarning, stacklevel=_level_of_caller())
+
+def report(
+    drifted: errors.RetrogradError,
+    setting: str,
+    notices: Notices,
+) -> None:
+    """Do what the `drift` of the stack says: raise, warn once, or ignore it."""
+    if setting == "raise":
+        raise drifted
+    if setting == "warn" and not notices.has_warned_of_drift:
+        notices.has_warned_of_drift = True
+        warnings.warn(str(drifted), errors.DriftWarning, stacklevel=_level_of_caller())
 
 
 def _is_close(

@@ -6,7 +6,8 @@ Members are parameters and submodules. `functional_call` and adapters replace th
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -24,6 +25,15 @@ _training = operator.attrgetter("training")
 _requires_grad = operator.attrgetter("requires_grad")
 
 
+class Found(NamedTuple):
+    """A module as it was when a function first called it."""
+
+    module: nn.Module
+    training: bool
+    members: Members
+    requires_grad: Sequence[tuple[Tensor, bool]]
+
+
 class ModuleState(Guard):
     """`training` of each module, its members, and `requires_grad` of each parameter."""
 
@@ -32,6 +42,12 @@ class ModuleState(Guard):
         # Taken in two loops over everything: the same work between updates costs several times it.
         self.training = list(map(_training, structure.modules))
         self.requires_grad = list(map(_requires_grad, structure.parameters))
+        self.found: list[Found] = []  # modules that were seen in this call for the first time
+
+    def found_module(self, module: nn.Module) -> None:
+        """A function that runs is about to call this module, for the first time."""
+        flags = [(p, p.requires_grad) for p in module.parameters(recurse=False)]
+        self.found.append(Found(module, module.training, Members(module), flags))
 
     def before_backward(self) -> bool:
         structure = self.structure
@@ -39,6 +55,7 @@ class ModuleState(Guard):
             list(map(_training, structure.modules)) != self.training
             or list(map(_requires_grad, structure.parameters)) != self.requires_grad
             or not structure.is_current()
+            or bool(self.found)
         )
 
     def before_recompute(
@@ -51,6 +68,11 @@ class ModuleState(Guard):
         for members in function.members:
             _restore_members(members, undo)
         self._restore_requires_grad(function, undo)
+        for found in self.found:
+            _set_training(found.module, found.training, undo)
+            _restore_members(found.members, undo)
+            for parameter, flag in found.requires_grad:
+                _set_requires_grad(parameter, flag, undo)
 
     def _restore_training(
         self,
@@ -60,9 +82,7 @@ class ModuleState(Guard):
         first = function.first_module
         flags = self.training[first : first + len(function.modules)]
         for module, flag in zip(function.modules, flags):
-            if module.training != flag:
-                undo.add(setattr, module, "training", module.training)
-                module.training = flag
+            _set_training(module, flag, undo)
 
     def _restore_requires_grad(
         self,
@@ -72,9 +92,19 @@ class ModuleState(Guard):
         first = function.first_parameter
         flags = self.requires_grad[first : first + len(function.parameters)]
         for parameter, flag in zip(function.parameters, flags):
-            if parameter.requires_grad != flag and parameter.is_leaf:
-                undo.add(parameter.requires_grad_, not flag)
-                parameter.requires_grad_(flag)
+            _set_requires_grad(parameter, flag, undo)
+
+
+def _set_training(module: nn.Module, flag: bool, undo: Undo) -> None:
+    if module.training != flag:
+        undo.add(setattr, module, "training", module.training)
+        module.training = flag
+
+
+def _set_requires_grad(parameter: Tensor, flag: bool, undo: Undo) -> None:
+    if parameter.requires_grad != flag and parameter.is_leaf:
+        undo.add(parameter.requires_grad_, not flag)
+        parameter.requires_grad_(flag)
 
 
 def _restore_members(members: Members, undo: Undo) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from retrograd.core.guard import Guard, Undo
+from retrograd.core.private import identity_of_generator
 from retrograd.core.program import Application
 from retrograd.core.streams import State
 
@@ -30,16 +31,27 @@ class Generator(NamedTuple):
 
 
 class RandomState(Guard):
-    def __init__(self, generators: Iterable[Generator]) -> None:
+    def __init__(
+        self,
+        generators: Iterable[Generator],
+        has_drawn: bool = False,
+    ) -> None:
         self.generators = list(generators)
-        self.states: list[list[bytes]] = []  # before each update
-        self.has_drawn = False
+        self.states: list[list[bytes]] = []  # before each update, and after the last one
+        self.has_drawn = has_drawn  # some function has, or was seen to draw in an earlier call
 
     def before_function(self, update: Application) -> None:
         self.states.append(self._latest())
 
+    def found_generator(self, generator: torch.Generator) -> None:
+        """A function that runs is about to use this generator, for the first time."""
+        found = Generator(generator.get_state, generator.set_state)
+        self.generators.append(found)
+        self.states[-1] = [*self.states[-1], as_bytes(found.get())]
+        self.has_drawn = True
+
     def at_cut(self, state: State) -> None:
-        self._latest()
+        self.states.append(self._latest())
 
     def _latest(self) -> list[bytes]:
         now = self.current()
@@ -86,6 +98,6 @@ def generators_for(devices: set[torch.device], own: Iterable[torch.Generator]) -
             module = torch.get_device_module(device)
             get = functools.partial(module.get_rng_state, device)
             found.append(Generator(get, functools.partial(module.set_rng_state, device=device)))
-    distinct = {id(generator): generator for generator in own}.values()
+    distinct = {identity_of_generator(generator): generator for generator in own}.values()
     found += [Generator(generator.get_state, generator.set_state) for generator in distinct]
     return found

@@ -20,7 +20,7 @@ from retrograd.core.program import (
 )
 from retrograd.core.streams import State
 from retrograd.core.structure import FunctionState, Structure
-from retrograd.core.tensors import version_of
+from retrograd.core.tensors import describe, storage_of, version_of
 
 
 class InputVersions(Guard):
@@ -60,16 +60,28 @@ class ParameterVersions(Guard):
     ) -> None:
         self.structure = structure
         self.program = program
-        self.latest = [list(map(version_of, f.parameters)) for f in structure.distinct]
+        self.latest = [list(map(version_of, f.constant_parameters)) for f in structure.distinct]
         self.versions: list[list[int]] = []  # after each update
+        self.discovered: dict[int, list[tuple[Tensor, int]]] = {}  # by update
+
+    def found_weights(
+        self,
+        index: int,
+        weights: list[Tensor],
+    ) -> None:
+        """An update was seen to use these, for the first time."""
+        self.discovered[index] = [(weight, weight._version) for weight in weights]
 
     def after_update(self, update: Application) -> None:
         function = self.structure.functions[update.index]
-        now = list(map(version_of, function.parameters))
-        if now != self.latest[function.number]:
-            # It edited its own parameters. Earlier updates keep the old versions and will raise.
+        now = list(map(version_of, function.constant_parameters))
+        before = self.latest[function.number]
+        if now != before:
+            # It edited its own parameters. Earlier updates keep the old versions and will raise,
+            # unless the edit is replayed: see `written.py`.
             self.latest[function.number] = now
-            update.is_repeatable = False
+            if not _are_replayed(function, before, now):
+                update.is_repeatable = False
         self.versions.append(self.latest[function.number])
 
     def before_recompute(
@@ -77,10 +89,28 @@ class ParameterVersions(Guard):
         index: int,
         undo: Undo,
     ) -> None:
+        for weight, version in self.discovered.get(index, ()):
+            if weight._version != version:
+                versions = (version, weight._version)
+                raise errors.edited_parameter(
+                    place(self.program, index), describe(weight), versions
+                )
         function = self.structure.functions[index]
         versions = self.versions[index]
-        if list(map(version_of, function.parameters)) != versions:
+        if list(map(version_of, function.constant_parameters)) != versions:
             raise_if_edited(function, versions, place(self.program, index))
+
+
+def _are_replayed(
+    function: FunctionState,
+    before: list[int],
+    now: list[int],
+) -> bool:
+    """Whether all parameters that were edited have just been seen to be written."""
+    written = set(map(storage_of, function.usage.written))
+    versions = zip(function.constant_parameters, before, now)
+    edited = [storage_of(parameter) for parameter, a, b in versions if a != b]
+    return written.issuperset(edited)
 
 
 class OutputVersions(Guard):
@@ -119,12 +149,14 @@ def raise_if_edited(
     where: str,
 ) -> None:
     """Raise for an edited parameter that the function still uses, naming it."""
-    names = {id(parameter): "(a tensor of no module)" for parameter in function.holdings.weights}
+    names = {id(parameter): "(a tensor of no module)" for parameter in function.usage.weights}
     for module in function.modules:
         for name, parameter in module.named_parameters():
             names.setdefault(id(parameter), name)
-    for parameter, version in zip(function.parameters, versions):
-        if parameter._version != version and id(parameter) in names:
+    written = set(map(storage_of, function.usage.written))
+    for parameter, version in zip(function.constant_parameters, versions):
+        is_edited = parameter._version != version and storage_of(parameter) not in written
+        if is_edited and id(parameter) in names:
             raise errors.edited_parameter(
                 where, names[id(parameter)], (version, parameter._version)
             )

@@ -27,13 +27,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from retrograd.core.saved import PLAIN_TYPES
+
 MAX_VALUES = 50_000  # visited by one search
 MAX_ITEMS = 1000  # a longer container holds data: its items are not visited
 
-PLAIN_TYPES = (
-    *(int, float, complex, str, bytes, bool, type(None)),
-    *(torch.dtype, torch.device, torch.Size),
-)
 CALLABLE_TYPES = (types.FunctionType, types.MethodType, functools.partial)
 CONTAINER_TYPES = (dict, list, tuple, deque, set, frozenset)
 _LEAF_TYPES = (

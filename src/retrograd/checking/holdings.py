@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograd.core.crawl import (
+from retrograd.checking.crawl import (
     CALLABLE_TYPES,
     CONTAINER_TYPES,
     PLAIN_TYPES,
