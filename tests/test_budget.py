@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 import retrograd as rg
 from benchmarks.cases import SIZES, Attention, FeedForward, Plain, checkpoint, pairs
 from benchmarks.steps import example, flops, step
+from retrograd import profiling
 from retrograd.core.memory import Choice, Plan, block_starts
 from retrograd.core.walk import Walk
 from retrograd.measure import LiveBytes, activation_bytes
@@ -832,3 +833,142 @@ def test_frames_go_as_backward_goes(monkeypatch):
     gradients = sum(p.nbytes for p in stack.blocks[0].f.parameters())
     fell = [a - b + gradients for a, b in itertools.pairwise(now[2:])]
     assert sum(fell) / len(fell) > 0.9 * 256 * 32 * 4
+
+
+# --- what a plan is made for
+
+
+class Pairs(nn.Module):
+    """Whose backward needs more than the gradients of what it read."""
+
+    def __init__(self, power):
+        super().__init__()
+        self.q = nn.Linear(16, 16)
+        self.o = nn.Linear(128, 16)
+        self.power = power
+
+    def forward(self, x):
+        h = self.q(x)
+        return self.o(self.power(h[:, None] - h[None]).sum(-1).tanh()) * 0.01
+
+
+@pytest.mark.parametrize("power", [torch.square, torch.sin, torch.erf, torch.cosh, torch.abs])
+@pytest.mark.parametrize("limit", ["40%", "70%"])
+def test_functions_whose_backward_needs_intermediate_tensors(power, limit):
+    torch.manual_seed(0)
+    pairs = [(Pairs(power), Pairs(power)) for _ in range(6)]
+    stack = rg.ReversibleSequence(pairs, memory=rg.Budget(limit))
+    x = torch.randn(128, 16)
+    bytes_ = stack.memory.bytes_of(stack.plan(x).plain)
+    for _ in range(3):
+        run = lambda: stack(x).square().mean().backward()  # noqa: E731
+        assert activation_bytes(run, stack.parameters()) <= 1.02 * bytes_
+
+
+def mlp(hidden):
+    return nn.Sequential(nn.Linear(32, hidden), nn.GELU(), nn.Linear(hidden, 32))
+
+
+def replace_functions(stack):
+    for block in stack.blocks:
+        block.f = mlp(512)
+        block.g = mlp(512)
+
+
+def replace_inner_layers(stack):
+    for block in stack.blocks:
+        for function in (block.f, block.g):
+            function[0] = nn.Linear(32, 512)
+            function[2] = nn.Linear(512, 32)
+
+
+def widen_by_an_attribute(stack):
+    for block in stack.blocks:
+        block.f.times = 8
+
+
+class Repeats(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp(64)
+        self.times = 1
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = self.inner(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: mlp(64), replace_functions),
+        (lambda: mlp(64), replace_inner_layers),
+        (Repeats, widen_by_an_attribute),
+    ],
+)
+def test_a_plan_is_made_anew_for_other_functions(make, change):
+    limit = 2_500_000
+    stack = rg.ReversibleSequence([(make(), make()) for _ in range(4)], memory=rg.Budget(limit))
+    x = torch.randn(256, 32)
+    for changed in (False, True):
+        if changed:
+            change(stack)
+        for _ in range(3):
+            bytes_ = activation_bytes(lambda: stack(x).sum().backward(), stack.parameters())
+            assert bytes_ <= 1.02 * limit
+
+
+class Tempered(nn.Linear):
+    def forward(self, x, temperature):
+        return super().forward(x) * (1 + temperature / 1000)
+
+
+@pytest.mark.parametrize(("value", "measured"), [(lambda i: 1 - i / 100, 1), (lambda i: i, 9)])
+def test_numbers_that_change_in_every_call(value, measured, monkeypatch):
+    made = []
+    monkeypatch.setattr(profiling, "Profile", lambda n: made.append(n) or Profile(n))
+    pairs = [(Tempered(32, 32), Tempered(32, 32)) for _ in range(4)]
+    stack = rg.ReversibleSequence(pairs, memory=rg.Budget("150%"))
+    x = torch.randn(64, 32)
+    for i in range(40):
+        stack(x, temperature=value(i)).sum().backward()
+    assert len(made) <= measured
+
+
+def test_a_number_that_turns_out_to_matter():
+    class Repeated(nn.Linear):
+        def forward(self, x, share):
+            for _ in range(int(4 * share)):
+                x = super().forward(x).tanh()
+            return x
+
+    limit = 2_200_000  # less than everything, whatever the number is
+    stack = rg.ReversibleSequence(
+        [(Repeated(64, 64), Repeated(64, 64)) for _ in range(4)], memory=rg.Budget(limit)
+    )
+    x = torch.randn(512, 64)
+    peaks = []
+    for share in (0.25, 0.25, 1.0, 1.0, 0.25, 1.0):
+        run = lambda share=share: stack(x, share=share).square().mean().backward()  # noqa: E731
+        peaks.append(activation_bytes(run, stack.parameters()))
+    assert max(peaks[:2] + peaks[3:]) <= 1.02 * limit < peaks[2]
+
+
+def test_many_lengths_settle(monkeypatch):
+    made = []
+    monkeypatch.setattr(profiling, "Profile", lambda n: made.append(n) or Profile(n))
+    stack = rg.ReversibleSequence([(mlp(64), mlp(64)) for _ in range(2)], memory=rg.Budget("90%"))
+    for i in range(300):
+        stack(torch.randn(200 + i % 100, 32)).sum().backward()
+    assert len(made) == 100
+
+
+def test_many_budgets_are_forgotten():
+    stack = rg.ReversibleSequence([(mlp(64), mlp(64)) for _ in range(2)])
+    x = torch.randn(256, 32)
+    for i in range(50):
+        stack.memory = rg.Budget(2_000_000 + i)
+        stack(x).sum().backward()
+    (profile,) = stack._cache.profiles.values()
+    assert len(profile.plans) <= 8

@@ -182,8 +182,8 @@ def test_compiled_functions_stay_compiled():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, tracing
-def test_bytes_that_cannot_be_counted_are_a_note():
-    """torch.cond fails in a dispatch mode, and from then on without one, unless it is reset."""
+def test_a_function_may_use_torch_cond():
+    """Its branches are compiled, which torch refuses in a mode that does not allow it."""
 
     class Choosing(nn.Linear):
         def forward(self, x):
@@ -191,10 +191,14 @@ def test_bytes_that_cannot_be_counted_are_a_note():
 
     stack = stack_of(lambda: Choosing(WIDTH, WIDTH))
     report = rg.check(stack, example())
-    assert report.ok and report.peak is None
-    assert "bytes could not be counted" in str(report)
+    assert report.ok and report.peak is not None
     report.plot()
     stack(example()).sum().backward()
+
+
+def test_state_that_is_not_registered_is_replayed():
+    assert rg.check(stack_of(FreeBuffer), example()).ok
+    assert rg.check(stack_of(Hidden), example()).ok
 
 
 # --- planted faults
@@ -377,18 +381,6 @@ FAULTS = {
         "coupling",
         "AlmostRight.inverse(y, out) is not the inverse",
         "solve forward for x",
-    ),
-    "a buffer that is a plain tensor": (
-        lambda: stack_of(FreeBuffer),
-        "determinism",
-        "a buffer outside the module tree",
-        "register_buffer",
-    ),
-    "a module in an object": (
-        lambda: stack_of(Hidden),
-        "state",
-        "a buffer outside the module tree",
-        "norm.running_mean",
     ),
     "an input changed in place": (
         lambda: stack_of(lambda: InPlace(WIDTH, WIDTH)),

@@ -111,16 +111,6 @@ def iterator():
     return lambda: next(numbers)
 
 
-def many():
-    tensors = [torch.zeros(1) for _ in range(100)]
-
-    def counted():
-        tensors[70] += 1
-        return tensors[70].item()
-
-    return counted
-
-
 PLACES = {
     "a global": lambda: in_a_global,
     "a list": lambda: in_a_list,
@@ -130,7 +120,6 @@ PLACES = {
     "a new global": lambda: in_a_global_that_is_new,
     "a closure": closure,
     "an iterator": iterator,
-    "one of many tensors": many,
     "a namespace": lambda: of(types.SimpleNamespace(count=0)),
     "slots": lambda: of(Slotted()),
     "a UserDict": lambda: in_an_attribute(

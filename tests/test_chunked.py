@@ -143,3 +143,136 @@ def test_measuring_plain_functions_that_share_arguments():
     stack = rg.ReversibleSequence([(f, g)] * 3, memory=rg.Reverse(keep_last=False))
     measured = rg.measure.step(lambda: stack(torch.randn(2, 4), scale=2.0).sum().backward(), stack)
     assert measured.evaluations == {f"blocks.{i}.{name}": 2 for i in range(3) for name in "fg"}
+
+
+# --- what its function uses is replayed
+
+
+class Pieces(nn.Module):
+    """The same pieces without recompute: what `Chunked` must equal."""
+
+    def __init__(self, fn, chunks):
+        super().__init__()
+        self.fn = fn
+        self.chunks = chunks
+
+    def forward(self, x, **kwargs):
+        return torch.cat([self.fn(piece, **kwargs) for piece in x.chunk(self.chunks, 1)], 1)
+
+
+class Noise(nn.Linear):
+    """A generator of its own."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+        return super().forward(x * noise)
+
+    def state(self):
+        return self.generator.get_state().tolist()
+
+
+class Range(nn.Linear):
+    """A range of activations, as a buffer, and the number of calls."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.scale.lerp_(x.abs().max(), 0.5)
+            self.calls += 1
+        return super().forward(x / self.scale.clone())
+
+    def state(self):
+        return [self.scale.item(), self.calls.item()]
+
+
+class RunningMean(Range):
+    """The same in a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = [torch.ones((), dtype=torch.float64)]
+
+    def forward(self, x):
+        self.seen[0].lerp_(x.detach().abs().max(), 0.5)
+        return super().forward(x / self.seen[0].clone())
+
+    def state(self):
+        return [*super().state(), self.seen[0].item()]
+
+
+class Dropped(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), nn.Dropout(0.5))
+
+    def state(self):
+        return torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("make", [Noise, Range, RunningMean, Dropped])
+@pytest.mark.parametrize("memory", [rg.Reverse(keep_last=False), rg.Keep()], ids=repr)
+def test_state_of_the_function_is_replayed(make, memory):
+    results = []
+    for wrap in (Pieces, rg.Chunked):
+        torch.manual_seed(0)
+        mode = rg.Keep() if wrap is Pieces else memory
+        pairs = [(wrap(make(), 2), nn.Linear(8, 8)) for _ in range(3)]
+        stack = rg.ReversibleSequence(pairs, memory=mode).double()
+        x = torch.randn(2, 6, 8, dtype=torch.float64)
+        for _ in range(2):
+            grads = torch.autograd.grad(stack(x).sin().sum(), list(stack.parameters()))
+        states = [block.f.fn.state() for block in stack.blocks]
+        results.append((list(grads), states))
+    (expected, states), (got, states_again) = results
+    assert zoo.worst(got, expected) < 1e-9
+    assert states_again == states
+
+
+def doubled(stack):
+    state = {name: 2 * value for name, value in stack.state_dict().items()}
+    stack.load_state_dict(state, assign=True)
+
+
+def test_other_weights_between_forward_and_backward():
+    results = []
+    for wrap in (Pieces, rg.Chunked):
+        torch.manual_seed(0)
+        pairs = [(wrap(nn.Linear(8, 8), 2), nn.Linear(8, 8)) for _ in range(3)]
+        stack = rg.ReversibleSequence(pairs, memory=rg.Keep() if wrap is Pieces else rg.Reverse())
+        weights = list(stack.parameters())
+        loss = stack(torch.randn(2, 6, 8)).sin().sum()
+        doubled(stack)
+        results.append(list(torch.autograd.grad(loss, weights)))
+    assert zoo.worst(results[1], results[0]) < 1e-5
+
+
+def test_functional_call():
+    results = []
+    for wrap in (Pieces, rg.Chunked):
+        torch.manual_seed(0)
+        pairs = [(wrap(nn.Linear(8, 8), 2), nn.Linear(8, 8)) for _ in range(3)]
+        stack = rg.ReversibleSequence(pairs, memory=rg.Keep() if wrap is Pieces else rg.Reverse())
+        weights = {n: (1.5 * p.detach()).requires_grad_() for n, p in stack.named_parameters()}
+        output = torch.func.functional_call(stack, weights, (torch.randn(2, 6, 8),))
+        results.append(list(torch.autograd.grad(output.sin().sum(), list(weights.values()))))
+    assert zoo.worst(results[1], results[0]) < 1e-5
+
+
+class Masked(nn.Linear):
+    def forward(self, x, mask):
+        return super().forward(x) * mask
+
+
+def test_keyword_arguments_go_by_the_signature_of_the_function():
+    pairs = [(rg.Chunked(Masked(8, 8), 2), nn.Linear(8, 8)) for _ in range(2)]
+    stack = rg.ReversibleSequence(pairs)
+    mask = torch.ones(8, requires_grad=True)
+    stack(torch.randn(2, 6, 8), mask=mask).sum().backward()
+    assert mask.grad is not None

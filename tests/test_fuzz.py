@@ -1,7 +1,7 @@
 """Random programs against plain autograd: 2 to 6 streams, nested values, shared functions, dropout,
-frozen parameters.
+frozen parameters, state in odd places.
 
-`make fuzz` runs 10,000 of them; `make test` a few, always the same.
+`make fuzz` runs 15,000 of them; `make test` a few, always the same.
 """
 
 import os
@@ -175,3 +175,142 @@ def test_random_programs_are_undone(program, seed):
     streams = pytree.tree_map(torch.randn_like, templates)
     back = net.inverse(net(streams))
     assert zoo.worst(zoo.leaves(back), zoo.leaves(streams)) < 1e-9
+
+
+# --- state in odd places
+
+
+class Counter(nn.Module):
+    """Counts its calls in a buffer, in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self):
+        self.calls += 1
+        return self.calls.mul(0.1).cos()
+
+
+def count_in_place(tensor):
+    with torch.no_grad():
+        tensor += 1
+    return tensor.mul(0.1).cos()
+
+
+def zeros():
+    return torch.zeros((), dtype=torch.float64)
+
+
+# How to make the state, what a function makes of it, and how to look at it.
+STATES = {
+    "generator": (
+        lambda: torch.Generator().manual_seed(7),
+        lambda state: torch.rand((), generator=state, dtype=torch.float64) + 0.5,
+        lambda state: state.get_state(),
+    ),
+    "module": (Counter, lambda state: state(), lambda state: state.calls),
+    "tensor": (zeros, count_in_place, lambda state: state),
+    "parameter": (
+        lambda: nn.Parameter(zeros(), requires_grad=False),
+        count_in_place,
+        lambda state: state.detach(),
+    ),
+}
+
+
+class Slots:
+    __slots__ = ("state",)
+
+
+GLOBAL = {}
+
+
+def store(home, state, module):
+    """Put the state somewhere; returns how a function gets at it."""
+    if home == "slots":
+        module.holder = Slots()
+        module.holder.state = state
+        return lambda: module.holder.state
+    if home == "list":
+        module._hidden = [[state]]
+        return lambda: module._hidden[0][0]
+    if home == "global":
+        key = len(GLOBAL)
+        GLOBAL[key] = state
+        return lambda: GLOBAL[key]
+    return lambda: state  # in a closure
+
+
+class Odd(nn.Module):
+    """A function that multiplies what it returns by something that its state says."""
+
+    def __init__(self, inner, kind, home, in_hook):
+        super().__init__()
+        self.inner = inner
+        make, self.use, self.look = STATES[kind]
+        self.state = store(home, make(), self)
+        self.in_hook = in_hook
+        if in_hook:
+            inner.register_forward_hook(lambda module, args, output: self.times_state(output))
+
+    def times_state(self, output):
+        factor = self.use(self.state())
+        return pytree.tree_map(lambda leaf: leaf * factor, output)
+
+    def forward(self, *reads):
+        output = self.inner(*reads)
+        return output if self.in_hook else self.times_state(output)
+
+
+MEMORY = [rg.Reverse(), rg.Reverse(keep_last=False), rg.Anchor(every=1), rg.Budget("1 GiB")]
+
+
+@settings(
+    max_examples=EXAMPLES or 60,
+    deadline=None,
+    derandomize=not EXAMPLES,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    programs(),
+    st.lists(
+        st.tuples(
+            st.sampled_from(list(STATES)),
+            st.sampled_from(["slots", "list", "global", "closure"]),
+            st.booleans(),
+        ),
+        min_size=9,
+        max_size=9,
+    ),
+    st.sampled_from(MEMORY),
+    st.integers(1, 3),
+    st.integers(0, 2**16),
+)
+def test_random_programs_with_state_in_odd_places(program, odd, memory, steps, seed):
+    results = []
+    for is_plain in (True, False):
+        GLOBAL.clear()
+        torch.manual_seed(seed)
+        net, templates = build(*program, 0.3, memory)
+        functions = {id(update.fn): update.fn for update in net.updates}
+        wrapped = {key: Odd(fn, *choice) for (key, fn), choice in zip(functions.items(), odd)}
+        for update in net.updates:
+            update.fn = wrapped[id(update.fn)]
+        parameters = [p for p in net.parameters() if p.requires_grad]
+        found = []
+        for step in range(steps):
+            torch.manual_seed(seed + step)
+            streams = pytree.tree_map(torch.randn_like, templates)
+            output = zoo.plain_program(net, streams) if is_plain else net(streams)
+            leaves = [leaf for leaf in zoo.leaves(output) if leaf.requires_grad]
+            grads = torch.autograd.grad(zoo.loss(leaves), parameters, allow_unused=True)
+            found += [*zoo.leaves(output), *grads, torch.get_rng_state()]
+            found += [function.look(function.state()).clone() for function in wrapped.values()]
+        results.append(found)
+    assert zoo.worst(*map(as_numbers, results)) < 1e-9
+
+
+def as_numbers(tensors):
+    return [None if tensor is None else tensor.double() for tensor in tensors]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import retrograd as rg
-from retrograd.core.holdings import Holdings
+from retrograd.checking.holdings import Holdings
 from tests import zoo
 
 REVERSED = {name: memory for name, memory in zoo.MEMORY.items() if name != "keep"}
@@ -270,9 +270,7 @@ def test_a_weight_of_no_module_edited_before_backward_raises(exact, memory):
     y = stack(torch.randn(2, 4, dtype=torch.float64))
     with torch.no_grad():
         weights[0].add_(1)
-    with pytest.raises(
-        rg.InPlaceError, match=r"needs parameter '\(a tensor of no module\)' as forward saw it"
-    ):
+    with pytest.raises(rg.InPlaceError, match=r"needs parameter .* as forward saw it"):
         y.sum().backward()
 
 

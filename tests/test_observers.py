@@ -60,6 +60,9 @@ class Notes(Guard):
         self.moments.append(f"before_recompute {index}")
         undo.add(self.moments.append, f"undone {index}")
 
+    def after_recompute(self, index, saved, output, state):
+        self.moments.append(f"after_recompute {index}")
+
     def after_undo(self, index, state):
         self.moments.append(f"after_undo {index}")
 
@@ -79,6 +82,7 @@ def test_the_order_of_moments():
         "before_backward",
         "before_recompute 0",
         "call 0 again",
+        "after_recompute 0",
         "undone 0",
         "after_undo 0",
     ]

@@ -103,3 +103,47 @@ def test_step_hooks_are_seen():
 )
 def test_norms_with_statistics_are_known(norm):
     assert issubclass(norm, private.NormWithStatistics)
+
+
+def test_a_mode_ends_even_if_its_exit_is_lost():
+    class Lost(private.PassiveMode):
+        """Whose `with` statement is interrupted before `__exit__` has done anything."""
+
+        interrupts = 1
+
+        def __exit__(self, *exception):
+            if Lost.interrupts:
+                Lost.interrupts -= 1
+                raise KeyboardInterrupt
+            super().__exit__(*exception)
+
+    depth = torch._C._len_torch_dispatch_stack()
+    with pytest.raises(KeyboardInterrupt):
+        private.run_in_mode(Lost(), torch.ones, 2)
+    assert torch._C._len_torch_dispatch_stack() == depth
+    assert private.run_in_mode(private.PassiveMode(), torch.ones, 2).sum() == 2
+
+
+def test_batches_of_gradients():
+    assert private.vmap_level() == 0
+    private.set_vmap_level(2)
+    assert private.vmap_level() == 2
+    private.set_vmap_level(0)
+    assert private.vmap_level() == 0
+
+
+def test_versions_can_be_set():
+    tensor = torch.zeros(2)
+    version = tensor._version
+    tensor.add_(1)
+    private.set_version((tensor,), (version,))
+    assert tensor._version == version
+
+
+def test_hooks_may_be_disabled():
+    private.check_hooks_are_enabled()
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+        pytest.raises(RuntimeError, match="not here"),
+    ):
+        private.check_hooks_are_enabled()
