@@ -43,6 +43,9 @@ class TakeBack(Guard):
 
     # --- told by `Watch`
 
+    def random_states(self) -> list[bytes]:
+        return []  # `forked_rng` puts them back
+
     def found_module(self, module: nn.Module) -> None:
         if isinstance(module, (torch.jit.ScriptModule, LazyModuleMixin)):
             return  # these cannot be put back

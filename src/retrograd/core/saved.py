@@ -172,5 +172,7 @@ def leaf_view(tensor: Tensor, needs_grad: bool) -> Tensor:
     leaf = tensor.detach()
     if not needs_grad:
         return leaf
-    is_strided = leaf.layout == torch.strided and not leaf.is_nested
-    return leaf.requires_grad_()[...] if is_strided else leaf.requires_grad_()
+    try:
+        return leaf.requires_grad_()[...]
+    except (RuntimeError, NotImplementedError):  # a sparse or nested tensor has no such view
+        return leaf

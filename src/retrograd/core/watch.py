@@ -66,6 +66,7 @@ class Known(NamedTuple):
 class Discoveries(Protocol):
     """Who is told of state, just before the function first uses it: its value is still there."""
 
+    def random_states(self) -> list[bytes]: ...  # of the default generators
     def found_module(self, module: nn.Module) -> None: ...
     def found_generator(self, generator: torch.Generator) -> None: ...
     def found_written(self, tensor: Tensor) -> None: ...
@@ -130,7 +131,7 @@ class Watch(DispatchMode):
         self._see_tensors([*args, *kwargs.values()])
         for tensor in written_by(func, args, kwargs):
             self._see_write(tensor)
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         self._see_result(args, kwargs, result)
         if leaves_memory_unfilled(func):
             values = [*args, *kwargs.values(), result]
@@ -151,8 +152,23 @@ class Watch(DispatchMode):
                     self.usage.generators.append(value)
                     self.tell.found_generator(value)
                 return
-        if is_random(func):
-            self.usage.draws = True
+
+    def _run(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Run an operation, and see whether it draws from a default generator.
+
+        Attention may draw and usually does not, so what it says of itself is not enough.
+        """
+        if self.usage.draws or not is_random(func):
+            return func(*args, **kwargs)
+        before = self.tell.random_states()
+        result = func(*args, **kwargs)
+        self.usage.draws = self.tell.random_states() != before
+        return result
 
     def _see_tensors(self, values: list[Any]) -> None:
         for tensor in tensors_in(values):

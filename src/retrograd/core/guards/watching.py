@@ -86,6 +86,9 @@ class Watching(Guard):
 
     # --- told by `Watch`
 
+    def random_states(self) -> list[bytes]:
+        return self.random_state.current()
+
     def found_module(self, module: nn.Module) -> None:
         self.modules.found_module(module)
         self.buffers.found_module(module)
