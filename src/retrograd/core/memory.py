@@ -8,6 +8,7 @@ that less of it has to run again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import (
@@ -50,6 +51,11 @@ class Plan:
     keep_from: int
     choices: Mapping[int, Choice] = field(default_factory=dict)
     keep_if_free_from: int | None = None
+
+    @functools.cached_property
+    def may_keep_from(self) -> int:
+        """The first update that may be kept."""
+        return self.keep_from if self.keep_if_free_from is None else self.keep_if_free_from
 
     @property
     def sample(self) -> range:

@@ -205,10 +205,6 @@ def set_vmap_level(level: int) -> None:
         _C._vmapmode_increment_nesting()
 
 
-def storage_users(tensor: Tensor) -> int:
-    """How many tensors use the memory of this one, itself included.
-
-    A public `UntypedStorage.use_count()` would replace it. The storage object that is made here
-    counts too, so it is subtracted.
-    """
-    return _C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
+# How many objects use a storage, given by its `_cdata`. A public `UntypedStorage.use_count()` would
+# replace it.
+storage_users: Any = _C._storage_Use_Count

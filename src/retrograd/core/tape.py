@@ -64,11 +64,12 @@ from retrograd.core.tensors import (
     describe,
     distinct_bytes,
     nbytes,
+    shape_and_dtype,
     shapes_of,
     storage_of,
     stride_of,
 )
-from retrograd.core.updates import is_trusted
+from retrograd.core.updates import TRUSTED
 from retrograd.core.walk import ForwardContext, HoldContext, Record, Walk
 
 ChooseGuards = Callable[[list[Guard]], list[Guard]]
@@ -132,7 +133,7 @@ class Tape(Pass):
     # --- updates
 
     def update(self, step: Step) -> None:
-        if not self.is_past_cut and self._is_at_cut():
+        if self.index >= self.plan.may_keep_from and not self.is_past_cut and self._is_at_cut():
             self.cut()
         if self.is_past_cut:
             super().update(step)
@@ -196,7 +197,10 @@ class Tape(Pass):
         record.dtypes = self.dtypes
         record.saved_by_function = update.saved_by_function
         record.output = None
-        record.shapes = shapes_of(update.saved)
+        try:
+            record.shapes = list(map(shape_and_dtype, update.saved))
+        except RuntimeError:
+            record.shapes = shapes_of(update.saved)
         function = self.structure.functions[update.index]
         record.may_stop_early = function.may_stop_early
         if record.shapes == function.saved_shapes:  # nearly always: one list serves every call
@@ -380,7 +384,9 @@ def functions_of(program: Program, arguments: Iterable[Any]) -> list[Functions]:
     """What each update calls: its function, a user's own coupling, and modules in the arguments."""
     modules = tuple(value for value in arguments if isinstance(value, nn.Module))
     return [
-        (step.fn, *modules) if is_trusted(step.coupling) else (step.fn, step.coupling, *modules)
+        (step.fn, *modules)
+        if type(step.coupling) in TRUSTED
+        else (step.fn, step.coupling, *modules)
         for step in program
     ]
 

@@ -22,15 +22,13 @@ ShapeAndDtype = tuple[torch.Size, torch.dtype]
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> list[ShapeAndDtype]:
-    try:
-        return list(map(shape_and_dtype, tensors))
-    except RuntimeError:  # nested tensors with strides have no shape
-        return [
-            (torch.Size([tensor.numel()]), tensor.dtype)
-            if tensor.is_nested
-            else shape_and_dtype(tensor)
-            for tensor in tensors
-        ]
+    """Shapes and dtypes. A nested tensor with strides has no shape, so its size stands for it."""
+    return [
+        (torch.Size([tensor.numel()]), tensor.dtype)
+        if tensor.is_nested and tensor.layout == torch.strided
+        else shape_and_dtype(tensor)
+        for tensor in tensors
+    ]
 
 
 def dense(leaf: Tensor) -> Tensor:
@@ -61,7 +59,8 @@ def with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 def is_unshared(tensor: Tensor) -> bool:
     """Whether no other tensor (a view, an alias, a saved tensor) uses the same memory."""
-    return type(tensor) is Tensor and storage_users(tensor) == 1
+    # The storage object that is made here counts, too.
+    return type(tensor) is Tensor and storage_users(tensor.untyped_storage()._cdata) == 2
 
 
 def local(tensor: Any) -> Any:

@@ -82,7 +82,6 @@ from retrograd.core.saved import (
 )
 from retrograd.core.streams import (
     Dtypes,
-    Leaves,
     Spec,
     State,
     read,
@@ -91,10 +90,11 @@ from retrograd.core.structure import Structure
 from retrograd.core.tensors import (
     ShapeAndDtype,
     is_unshared,
+    shape_and_dtype,
     shapes_of,
     with_strides,
 )
-from retrograd.core.updates import has_inverse_in_place, is_trusted
+from retrograd.core.updates import TRUSTED, has_inverse_in_place
 
 if TYPE_CHECKING:
     from retrograd.core.tape import ForwardHooks
@@ -246,7 +246,8 @@ class Walk:
     def _saved_tensor(self, hooks: ForwardHooks, slot: int) -> Saved:
         index = hooks.index
         with self.lock:
-            self._hold_context()
+            if self.held_context is None:
+                self._hold_context()
             saved = hooks.saved
             if saved is None or saved[slot] is None:  # else another thread was faster
                 hooks.is_kept = self.position == index and saved is not None
@@ -272,15 +273,15 @@ class Walk:
         asked: FSDP would reshard its parameters before it is undone.
         """
         with self.lock:
-            self._hold_context()
+            if self.held_context is None:
+                self._hold_context()
             if self._is_ahead(index):
                 self.walk_to(index)
 
     def _hold_context(self) -> None:
+        self.held_context = self.context()
         if self.held_context is None:
-            self.held_context = self.context()
-            if self.held_context is None:
-                raise errors.output_was_dropped()
+            raise errors.output_was_dropped()
 
     def _is_ahead(self, index: int) -> bool:
         """Whether the walk has not passed update `index`, or can begin again before it."""
@@ -360,7 +361,9 @@ class Walk:
             finally:
                 if back:
                     back.run()
-            saved = recompute.hooks.release()
+            # They refer to the recomputed graph, and that to these hooks.
+            saved = recompute.hooks.saved
+            recompute.hooks.saved = []
         if undo and self.position != index:
             recompute.undo(output)
         if hooks is not None and self.records[index].output is None:
@@ -444,7 +447,7 @@ class Recompute:
             else:
                 output = self._run_function()
                 self._compare(record.shapes[: record.saved_by_function])
-            if undo and (coupling_saves or not is_trusted(self.step.coupling)):
+            if undo and (coupling_saves or type(self.step.coupling) not in TRUSTED):
                 self.undo(output)  # the inverse of a user's own may depend on what is put back
             if coupling_saves:
                 self._run_coupling(output)
@@ -492,7 +495,7 @@ class Recompute:
             if name not in views:
                 flags = needs_grad[position : position + len(leaves)]
                 views[name] = read(
-                    leaf_views(leaves, flags), walk.specs[name], self.record.dtypes[name]
+                    list(map(leaf_view, leaves, flags)), walk.specs[name], self.record.dtypes[name]
                 )
             position += len(leaves)
         reads = [views[name] for name in step.reads]
@@ -511,12 +514,17 @@ class Recompute:
     def _run_coupling(self, output: Output | None) -> None:
         """Run the coupling again, for the tensors that autograd saves of it."""
         assert output is not None
-        target = leaf_views(self.walk.state[self.step.target], self.record.needs_grad)
+        leaves = self.walk.state[self.step.target]
+        target = list(map(leaf_view, leaves, self.record.needs_grad))
         combine(self.step.coupling.forward, target, output)
 
     def _compare(self, shapes: list[ShapeAndDtype]) -> None:
         """Raise unless autograd saved again what it saved in forward."""
-        now = shapes_of(list(map(content_of, self.hooks.saved)))
+        saved = list(map(content_of, self.hooks.saved))
+        try:
+            now = list(map(shape_and_dtype, saved))
+        except RuntimeError:
+            now = shapes_of(saved)
         if now != shapes:
             raise errors.other_recompute(place(self.walk.program, self.index), shapes, now)
 
@@ -549,19 +557,9 @@ class RecomputeHooks:
             raise errors.stale_activation()
         return self.saved[slot].content
 
-    def release(self) -> list[Saved]:
-        """Hand over the tensors. They refer to the recomputed graph, and that to these hooks."""
-        saved = self.saved
-        self.saved = []
-        return saved
-
 
 class StopRecompute(BaseException):
     """Ends a recompute whose output is kept, once autograd has saved what it saved in forward.
 
     Not an `Exception`, because functions catch those.
     """
-
-
-def leaf_views(leaves: Leaves, needs_grad: list[bool]) -> list[Tensor]:
-    return list(map(leaf_view, leaves, needs_grad))

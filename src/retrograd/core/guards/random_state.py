@@ -74,7 +74,8 @@ class RandomState(Guard):
         self.restore(self.states[index])
 
     def current(self) -> list[bytes]:
-        return [as_bytes(generator.get()) for generator in self.generators]
+        states = [get() for get, _ in self.generators]
+        return [string_at(state.data_ptr(), state.nbytes) for state in states]
 
     def restore(self, states: list[bytes]) -> None:
         for generator, state in zip(self.generators, states):

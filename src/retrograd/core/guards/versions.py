@@ -32,10 +32,16 @@ class InputVersions(Guard):
         self.versions: list[int] = []  # of the inputs of the update that is running
 
     def before_function(self, update: Application) -> None:
-        self.versions = versions_of(update.inputs)
+        try:
+            self.versions = list(map(version_of, update.inputs))
+        except RuntimeError:
+            self.versions = versions_of(update.inputs)
 
     def after_update(self, update: Application) -> None:
-        now = versions_of(update.inputs)
+        try:
+            now = list(map(version_of, update.inputs))
+        except RuntimeError:
+            now = versions_of(update.inputs)
         if now == self.versions:
             return
         pairs = zip(now, self.versions)
@@ -44,10 +50,8 @@ class InputVersions(Guard):
 
 
 def versions_of(tensors: list[Tensor]) -> list[int]:
-    try:
-        return list(map(version_of, tensors))
-    except RuntimeError:  # inference tensors count no versions, and nothing is rebuilt from them
-        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+    """Tensors of inference mode count no versions, and nothing is rebuilt from them."""
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class ParameterVersions(Guard):
