@@ -24,7 +24,7 @@ types: $(VENV)/ready  ## pyright
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 tests: $(PEERS)  ## pytest, on two cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not integration"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not integration"
 
 test-integrations: $(INTEGRATIONS)  ## a stack under the Hugging Face Trainer, Lightning, Accelerate, peft, ONNX and TensorBoard
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_compatibility.py speedrun/tests/test_train.py
@@ -40,8 +40,8 @@ dist: $(VENV)/ready  ## the sdist and the wheel, in dist, checked as the package
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
 
-fuzz: $(VENV)/ready  ## 10,000 random programs, and all samples of PyTorch's operation registry, against plain autograd (ten minutes)
-	OMP_NUM_THREADS=1 RETROGRAD_FUZZ=5000 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py tests/test_operations.py
+fuzz: $(VENV)/ready  ## 15,000 random programs, all samples of PyTorch's operation registry, 5,000 interrupts (half an hour)
+	OMP_NUM_THREADS=1 RETROGRAD_FUZZ=5000 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py tests/test_operations.py tests/test_interrupts.py
 
 bench: $(PEERS)  ## time and memory of a step: plain, checkpoint, peers, the five systems and retrograd (half an hour)
 	$(BIN)/python -W ignore -m benchmarks

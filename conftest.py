@@ -14,6 +14,27 @@ import retrograd as rg
 torch.set_num_threads(1)
 
 
+# The files that take longest, first: two processes share the files, and shall end together.
+SLOW = (
+    "test_train.py",
+    "test_compatibility.py",
+    "test_fsdp.py",
+    "test_budget.py",
+    "test_operations.py",
+    "test_packaging.py",
+    "test_examples.py",
+    "test_compile.py",
+    "test_exact.py",
+    "test_check.py",
+    "test_docs.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: number for number, name in enumerate(SLOW)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -49,7 +49,7 @@ def loss_in_bits(model, text, batch=16):
     return F.cross_entropy(model(tokens[:, :-1]).mT, tokens[:, 1:]) / math.log(2)
 
 
-def train_model(model, text, steps=160):
+def train_model(model, text, steps):
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-2, total_steps=steps)
     losses = []
@@ -73,11 +73,12 @@ def activation_mib(model, text, plain_up_to):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("examples/out"), help="folder of the plot")
-    out = parser.parse_args().out
+    parser.add_argument("--steps", type=int, default=160, help="training steps")
+    args = parser.parse_args()
     torch.manual_seed(0)
     train, test = load_text()
     model = ReformerLM(128, dim=64, depth=6, max_seq_len=LENGTH, ff_chunks=1, **ATTENTION)
-    losses = train_model(model, train)
+    losses = train_model(model, train, args.steps)
     with torch.no_grad():
         held_out = loss_in_bits(model, test, batch=400).item()
     reversed_mib = activation_mib(model, train, plain_up_to=0)
@@ -90,8 +91,8 @@ def main():
     axes.axhline(held_out, color="tab:red", label="held out, after training")
     axes.set(title="Learning Python source code", xlabel="step", ylabel="bits per byte")
     axes.legend()
-    out.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out / "reformer_text.png", dpi=120)
+    args.out.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.out / "reformer_text.png", dpi=120)
 
 
 if __name__ == "__main__":

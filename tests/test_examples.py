@@ -15,7 +15,9 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs_and_saves_memory(example, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(example), "--out", str(tmp_path)]
+    # A third of the steps of the example: enough to learn something.
+    steps = {"vision_digits": "70", "reformer_text": "50"}[example.stem]
+    command = [sys.executable, str(example), "--out", str(tmp_path), "--steps", steps]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
     )
@@ -30,7 +32,7 @@ def test_it_runs_and_saves_memory(example, tmp_path):
     result = re.search(r"^held out: .*", done.stdout, re.MULTILINE)
     assert result, done.stdout
     if example.stem == "vision_digits":
-        assert float(re.search(r"([\d.]+)%", result[0])[1]) >= 97.0
+        assert float(re.search(r"([\d.]+)%", result[0])[1]) >= 93.0
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

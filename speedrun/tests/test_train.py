@@ -201,7 +201,8 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(
     else:
         whole, _ = finished
     moments, resume = random.Random(processes), []
-    for kill_after in (moments.randint(1, 25), moments.randint(26, 50)):
+    kills = [moments.randint(1, 25), moments.randint(26, 50)]
+    for kill_after in kills if processes == 1 else kills[1:]:
         process = start(
             command("train", *(resume or arguments), "--out", run, processes=processes),
             stderr=subprocess.DEVNULL,
