@@ -363,6 +363,7 @@ def test_an_edit_of_an_output_that_is_kept_is_noticed():
     stack = rg.ReversibleSequence(
         [(Shows(4, 4), nn.Linear(4, 4)) for _ in range(3)], memory=Fixed(Choice(output=True))
     )
+    stack(torch.randn(2, 4))[0].sum().backward()  # the first call is watched, and runs to its end
     y, aux = stack(torch.randn(2, 4))
     with torch.no_grad():
         aux[1].mul_(2)

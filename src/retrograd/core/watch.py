@@ -132,7 +132,7 @@ class Watch(DispatchMode):
         for tensor in written_by(func, args, kwargs):
             self._see_write(tensor)
         result = self._run(func, args, kwargs)
-        self._see_result(args, kwargs, result)
+        self._see_result(func, args, kwargs, result)
         if leaves_memory_unfilled(func):
             values = [*args, *kwargs.values(), result]
             values += result if isinstance(result, tuple) else []
@@ -194,12 +194,15 @@ class Watch(DispatchMode):
 
     def _see_result(
         self,
+        func: Any,
         args: Any,
         kwargs: Any,
         result: Any,
     ) -> None:
-        given = set(map(storage_of, tensors_in([*args, *kwargs.values()])))
-        self.made.update(set(map(storage_of, tensors_in([result]))) - given)
+        made = set(map(storage_of, tensors_in([result])))
+        if may_alias(func):
+            made -= set(map(storage_of, tensors_in([*args, *kwargs.values()])))
+        self.made |= made
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -214,6 +217,13 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 @functools.cache
 def is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+@functools.cache
+def may_alias(func: Any) -> bool:
+    """Whether what an operation returns may be memory that it was given."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or any(value.alias_info is not None for value in schema.returns)
 
 
 @functools.cache

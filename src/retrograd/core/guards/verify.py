@@ -4,8 +4,8 @@ Forward takes a fingerprint of every tensor that autograd saves, of what each fu
 what it returns. Recompute must arrive at the same. Whatever a function does differently shows here,
 in the first backward, before anyone trains on it.
 
-A fingerprint has up to 64 elements and the sums of up to 16 parts. Elements show random numbers
-that differ; sums show a difference in any place. An exact stack compares every bit.
+A fingerprint has 64 elements and the sums of 16 parts; of a small tensor, all elements. Elements
+show random numbers that differ; sums show a difference in any place. An exact stack compares bits.
 
 [Note: what rounding explains] In any other stack the rebuilt reads are a little off, and so is what
 the function makes of them. Where the reads are what they were, nothing is explained. Elsewhere a
@@ -35,6 +35,7 @@ from retrograd.core.streams import State
 from retrograd.core.structure import Notices, Structure
 from retrograd.core.tensors import describe, has_dense_strides, local, storage_bytes, storage_of
 
+SMALL = 256  # elements; up to that all of them are compared
 ELEMENTS = 64
 PARTS = 16
 AMPLIFICATION = 10_000.0  # how much a function may enlarge an error of what it reads
@@ -45,8 +46,9 @@ TOLERATED = 0.05  # the share of elements that rounding may turn over
 class Fingerprint(NamedTuple):
     kind: str  # shape and dtype
     elements: list[float]
-    sums: list[float]
-    sizes: list[float]  # sums of absolute values; of whole numbers, empty
+    is_whole: bool  # whole numbers: indices, masks
+    sums: list[float] = []
+    sizes: list[float] = []  # sums of absolute values
     largest: float = 0.0  # of the elements; of whole numbers, zero
 
 
@@ -157,7 +159,7 @@ class Verify(Guard):
     ) -> float:
         if self.is_exact or before is None:
             return 0.0
-        if not before.sizes:  # whole numbers: indices, masks
+        if before.is_whole:
             return TOLERATED if drift else 0.0
         return max(min(self.epsilon**0.5, 0.1), AMPLIFICATION * drift)
 
@@ -177,7 +179,7 @@ def fingerprint(tensor: Tensor, bits: bool) -> Fingerprint | None:
     kind = describe(tensor)
     if tensor.layout != torch.strided:
         is_sparse = tensor.is_sparse or tensor.is_sparse_csr
-        return Fingerprint(kind, [tensor._nnz()], [], []) if is_sparse else None
+        return Fingerprint(kind, [tensor._nnz()], True) if is_sparse else None
     tensor = local(tensor.detach())
     if not tensor.numel() or tensor.is_quantized or type(tensor) is not Tensor:
         return None
@@ -188,13 +190,18 @@ def fingerprint(tensor: Tensor, bits: bool) -> Fingerprint | None:
     tensor = tensor.resolve_neg()
     if bits and tensor.is_floating_point():
         tensor = tensor.view(_INTEGERS[tensor.element_size()])
-    elements = elements_of(tensor).tolist()
-    parts = in_parts(tensor)
-    if not tensor.is_floating_point():
-        return Fingerprint(kind, elements, whole_sums(parts), [])
+    is_whole = not tensor.is_floating_point()
+    if tensor.numel() <= SMALL:
+        elements = tensor.reshape(-1).tolist()
+        parts = []
+    else:
+        elements = elements_of(tensor).tolist()
+        parts = in_parts(tensor)
+    if is_whole:
+        return Fingerprint(kind, elements, is_whole, whole_sums(parts))
     sums = [number for part in parts for number in part.sum(-1, dtype=torch.float64).tolist()]
     sizes = [number for part in parts for number in absolute_sums(part)]
-    return Fingerprint(kind, elements, sums, sizes, max(map(_finite, elements)))
+    return Fingerprint(kind, elements, is_whole, sums, sizes, max(map(_finite, elements)))
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -238,7 +245,7 @@ def difference(
         return Difference()  # nothing to compare; other shapes are reported elsewhere
     if before == after:
         return Difference()  # nearly always
-    if not before.sizes:
+    if before.is_whole:
         return Difference(share_of_differences(before, after), is_rare=False)
     scale = max(before.largest, floor)
     off = [_relative(_apart(a, b), scale) for a, b in zip(before.elements, after.elements)]
