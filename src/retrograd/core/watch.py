@@ -13,6 +13,7 @@ plain tensor. To search for them is to guess. So a function is watched while it 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -90,6 +91,7 @@ class Watch(DispatchMode):
         self.made: set[int] = set()  # memory that the function itself allocated
         self.unfilled: set[int] = set()  # memory that differs each time
         self.seen = set(known.tensors)
+        self.thread = threading.get_ident()
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Run a function, watched."""
@@ -112,7 +114,8 @@ class Watch(DispatchMode):
         module: nn.Module,
         args: Any,
     ) -> None:
-        if id(module) not in self.known.modules:
+        # torch's hook is global: another thread may call modules of its own meanwhile.
+        if id(module) not in self.known.modules and threading.get_ident() == self.thread:
             self.known.modules.add(id(module))
             self.usage.modules.append(module)
             self.seen.update(map(id, module._parameters.values()))
