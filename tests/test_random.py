@@ -10,7 +10,7 @@ import retrograd as rg
 from retrograd.core import walk
 from retrograd.core.guard import Undo
 from retrograd.core.guards.autocast import Autocast
-from retrograd.core.guards.random_state import RandomState, generators_for
+from retrograd.core.guards.random_state import RandomState
 from tests import zoo
 
 
@@ -102,9 +102,8 @@ def test_every_device_that_holds_a_stream_is_replayed(monkeypatch):
             calls.append(("set", device))
             states.append(state.clone())
 
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
-
-    guard, undo = RandomState(generators_for({device}, [])), Undo()
+    monkeypatch.setattr(torch, "cuda", Module)
+    guard, undo = RandomState({device}), Undo()
     guard.before_function(None)
     states.append(states[0] + 1)  # the function draws
     guard.at_cut({})

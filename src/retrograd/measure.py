@@ -9,7 +9,7 @@
 A dispatch mode counts the bytes of every tensor that an operation makes, and a weak reference to
 its storage tells when they are freed. So the count is of tensors, not of the process: it does not
 depend on the allocator and is the same in every run. It does not include scratch memory inside
-kernels; on an accelerator, `allocated` has what the allocator reports.
+kernels; on an accelerator, `allocated` has what the allocator reports, if it reports anything.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ class Measurement:
     evaluations: dict[str, int] = field(default_factory=dict)
     # Bytes that forward kept for each of them.
     kept: dict[str, int] = field(default_factory=dict)
-    allocated: int | None = None  # as activation_bytes, but reported by the accelerator's allocator
+    # As activation_bytes, but reported by the allocator; None on a CPU, or if it reports nothing.
+    allocated: int | None = None
 
 
 def step(run: Callable[[], Any], module: nn.Module) -> Measurement:
@@ -158,13 +159,11 @@ def step(run: Callable[[], Any], module: nn.Module) -> Measurement:
     before. Random states and buffers change as in two steps.
     """
     measured = Measurement()
-    device = _accelerator(module)
-    allocated_before = 0
+    allocator = Allocator.of(module)
     entered: list[tuple[str, int]] = []  # functions as forward calls them, and the bytes alive then
     module.zero_grad(set_to_none=True)
-    if device is not None:
-        torch.accelerator.reset_peak_memory_stats(device)
-        allocated_before = torch.accelerator.memory_allocated(device)
+    if allocator is not None:
+        allocator.reset()
     with (
         LiveBytes() as live,
         Counting(module, lambda name: entered.append((name, live.now))) as counting,
@@ -173,9 +172,8 @@ def step(run: Callable[[], Any], module: nn.Module) -> Measurement:
     gradients = _gradient_bytes(module.parameters())
     measured.evaluations = counting.evaluations
     measured.activation_bytes = live.peak - gradients
-    if device is not None:
-        peak = torch.accelerator.max_memory_allocated(device)
-        measured.allocated = peak - allocated_before - gradients
+    if allocator is not None:
+        measured.allocated = allocator.peak() - gradients
     for (name, before), (_, after) in itertools.pairwise(entered):
         measured.kept[name] = measured.kept.get(name, 0) + after - before
     module.zero_grad(set_to_none=True)
@@ -185,12 +183,36 @@ def step(run: Callable[[], Any], module: nn.Module) -> Measurement:
     return measured
 
 
-def _accelerator(module: nn.Module) -> torch.device | None:
-    """The device of the module's parameters, if it is not the CPU."""
-    for parameter in module.parameters():
-        if parameter.device.type not in ("cpu", "meta"):
-            return parameter.device
-    return None
+class Allocator:
+    """The peak of bytes that the allocator of an accelerator reports."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.before = 0
+        self.reset()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Allocator | None:
+        """That of the device of the module's parameters.
+
+        None if it is the CPU, or a device that reports nothing.
+        """
+        devices = (parameter.device for parameter in module.parameters())
+        device = next((d for d in devices if d.type not in ("cpu", "meta")), None)
+        if device is None:
+            return None
+        try:
+            return cls(device)
+        except (AttributeError, NotImplementedError, RuntimeError):
+            return None
+
+    def reset(self) -> None:
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        self.before = torch.accelerator.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        """Since the last reset, beyond what was allocated then."""
+        return torch.accelerator.max_memory_allocated(self.device) - self.before
 
 
 class Counting(Observer):

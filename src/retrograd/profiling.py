@@ -12,11 +12,11 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retrograd.core.guard import Guard
+from retrograd.core.guards.autocast import autocast_state
 from retrograd.core.memory import Call, MemoryMode, Plan, plan_of
 from retrograd.core.private import PassiveMode, run_in_mode, surrounding_hooks
 from retrograd.core.program import Application, Program
@@ -160,11 +160,7 @@ def _signature(value: Any) -> tuple[Any, ...]:
     leaves = flatten(value)[0]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     devices = {tensor.device.type for tensor in tensors} | {"cpu"}
-    autocast = [_autocast_dtype(device) for device in sorted(devices - {"meta"})]
+    autocast = [autocast_state(device) for device in sorted(devices)]
     other = [leaf if isinstance(leaf, (str, bool, type(None))) else type(leaf) for leaf in leaves]
     shapes = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
     return (*autocast, *other, *shapes)
-
-
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

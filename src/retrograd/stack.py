@@ -22,6 +22,7 @@ from retrograd.core.memory import Call, Keep, MemoryMode, Plan, plan_of
 from retrograd.core.observe import observed_guards, observed_memory, observed_verify
 from retrograd.core.private import are_transforms_active, break_graph, without_compiler
 from retrograd.core.program import Pass, Program, Step
+from retrograd.core.readback import ReadAtOnce, Readback
 from retrograd.core.streams import flatten, flatten_stream, unflatten
 from retrograd.core.structure import StackCache, VerifyCalls
 from retrograd.core.tape import Tape
@@ -151,7 +152,7 @@ class Stack(nn.Module):
     def _plain(self, value: Any, kwargs: dict[str, Any]) -> Any:
         """A call as plain autograd."""
         blocks = self._blocks(value, kwargs)
-        run = self._pass(flat(blocks), self._open(value, "the input"), kwargs, "the input")
+        run = self._pass(flat(blocks), self._open(value, "the input"), kwargs)
         return self._output(run, blocks)
 
     @without_compiler
@@ -170,11 +171,17 @@ class Stack(nn.Module):
         return (output, aux) if aux else output
 
     def _pass(
-        self, program: Program, streams: dict[str, Any], kwargs: dict[str, Any], start: str
+        self,
+        program: Program,
+        streams: dict[str, Any],
+        kwargs: dict[str, Any],
+        is_inverse: bool = False,
     ) -> Pass:
         run = Pass(program, streams, kwargs, self.precision)
         if not torch.compiler.is_compiling():  # a traced graph has no versions and no values
-            guards = guards_of_plain_pass(program, self.precision, start)
+            readback = ReadAtOnce() if is_inverse else Readback()
+            start = "the output" if is_inverse else "the input"
+            guards = guards_of_plain_pass(program, self.precision, readback, start)
             run.surround(observed_guards(self, program, guards))
         return run
 
@@ -200,7 +207,8 @@ class Stack(nn.Module):
         """The input that gave `value`."""
         blocks = self._blocks(value, kwargs)
         with torch.no_grad():
-            run = self._pass(flat(blocks), self._open(value, "the output"), kwargs, "the output")
+            streams = self._open(value, "the output")
+            run = self._pass(flat(blocks), streams, kwargs, is_inverse=True)
         run.index = len(run.program)
         run.start()
         self._run_blocks(run, blocks, undo=True)
@@ -251,7 +259,7 @@ class Stack(nn.Module):
         profile = Profile(len(program))
         take_back = TakeBack([self, *(step.fn for step in program), *flatten(kwargs)[0]])
         try:
-            with forked_rng(self), torch.enable_grad():
+            with torch.enable_grad():
                 self._measure(value, kwargs, blocks, profile, take_back)
         finally:
             take_back.run()
@@ -303,14 +311,6 @@ def compiled_function(fn: Any, args: Any, kwargs: Any) -> Any:
         fn.compile(*args, **kwargs)
         return fn
     return torch.compile(fn, *args, **kwargs)
-
-
-def forked_rng(module: nn.Module) -> Any:
-    """A context that puts the random states back, of the CPU and of the module's accelerator."""
-    kinds = {parameter.device.type for parameter in module.parameters()} - {"cpu", "meta"}
-    if not kinds:
-        return torch.random.fork_rng([])
-    return torch.random.fork_rng(device_type=sorted(kinds)[0])
 
 
 def detached(value: Any) -> Any:

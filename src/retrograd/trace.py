@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from retrograd.core.guard import Guard, Undo
+from retrograd.core.guards.random_state import CPU, default_generator, generators_for
 from retrograd.core.private import is_compiled, is_fake, set_version
 from retrograd.core.program import Application
 from retrograd.core.structure import registered_modules
@@ -34,6 +35,9 @@ class TakeBack(Guard):
         self.known = Known(set(map(id, modules)), set(), set(), set(), compiled)
         for module in modules:  # also those that are never called by themselves
             self.found_module(module)
+        devices = {p.device for module in modules for p in module.parameters(recurse=False)}
+        for generator in generators_for({CPU, *devices}, ()):
+            self.undo.add(generator.set, generator.get())
 
     def call(self, update: Application, run: Callable[[], Any]) -> Any:
         return Watch(self.usage, self.known, (), self).run(run)
@@ -44,7 +48,12 @@ class TakeBack(Guard):
     # --- told by `Watch`
 
     def random_states(self) -> list[bytes]:
-        return []  # `forked_rng` puts them back
+        return []
+
+    def found_random_device(self, device: torch.device) -> None:
+        generator = default_generator(device)
+        if generator is not None:
+            self.undo.add(generator.set, generator.get())
 
     def found_module(self, module: nn.Module) -> None:
         if isinstance(module, (torch.jit.ScriptModule, LazyModuleMixin)):
@@ -64,6 +73,9 @@ class TakeBack(Guard):
         if not is_fake(tensor) and not tensor.is_meta:
             self.undo.add(set_version, (tensor,), (tensor._version,))
             self.undo.add(tensor.data.copy_, tensor.clone())
+
+    def found_written_buffer(self, memory: int) -> None:
+        pass  # `found_module` has copied all buffers
 
 
 def refill(container: Any, before: Any) -> None:

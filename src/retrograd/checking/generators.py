@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from retrograd.checking.compare import raw_bytes
+from retrograd.core.guards.random_state import default_generator
 
 Undo = Callable[[], object]
 
@@ -46,12 +47,15 @@ def global_generators() -> Iterator[GlobalGenerator]:
 def _accelerator_generators() -> Iterator[GlobalGenerator]:
     if not torch.accelerator.is_available():
         return
-    kind = torch.accelerator.current_accelerator()
-    module = torch.get_device_module(kind)
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
     for i in range(torch.accelerator.device_count()):
-        state = module.get_rng_state(i)
-        restore = functools.partial(module.set_rng_state, state, i)
-        yield GlobalGenerator(f"torch, {kind}:{i}", raw_bytes(state), restore)
+        device = torch.device(accelerator.type, i)
+        generator = default_generator(device)
+        if generator is not None:
+            state = generator.get()
+            restore = functools.partial(generator.set, state)
+            yield GlobalGenerator(f"torch, {device}", raw_bytes(state), restore)
 
 
 def global_states() -> dict[str, object]:

@@ -359,6 +359,41 @@ def drawn_elsewhere(where: str, threads: int) -> RetrogradError:
     )
 
 
+def unreadable_generator(where: str, device: Any) -> RetrogradError:
+    kind = device.type
+    return explain(
+        RetrogradError,
+        where,
+        f"draws random numbers on {device}.",
+        f"torch.{kind} has no get_rng_state and set_rng_state, so a recompute could not draw the "
+        "same numbers.",
+        "draw on the CPU and move the result, pass a torch.Generator of the device, or use "
+        "memory=rg.Keep().",
+    )
+
+
+def capture_looks(setting: str) -> RetrogradError:
+    return explain(
+        RetrogradError,
+        "a stack inside a graph capture",
+        f"would look at values on the device: {setting}.",
+        "nothing runs while a graph is captured, so there are no values yet.",
+        'before capturing, set stack.drift = "ignore" and stack.verify = "never", and run two '
+        "steps.",
+    )
+
+
+def capture_draws() -> RetrogradError:
+    return explain(
+        RetrogradError,
+        "a stack inside a graph capture",
+        "has functions that draw random numbers.",
+        "the state of a generator cannot be read while a graph is captured, so a recompute could "
+        "not draw the same numbers.",
+        "capture without dropout (p=0, or eval()), or use memory=rg.Keep().",
+    )
+
+
 def changed_argument(where: str, kind: str) -> RetrogradError:
     return explain(
         RecomputeError,

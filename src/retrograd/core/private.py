@@ -81,6 +81,9 @@ UNDECLARED_WRITES = {
     "aten::native_batch_norm": (3, 4),
     "aten::cudnn_batch_norm": (3, 4),
     "aten::miopen_batch_norm": (3, 4),
+    "aten::batch_norm_update_stats": (1, 2),
+    "aten::batch_norm_gather_stats": (3, 4),
+    "aten::batch_norm_gather_stats_with_counts": (3, 4),
 }
 
 # What `torch.set_grad_enabled` and `torch.autograd.graph.saved_tensors_hooks` call. Every update
@@ -93,6 +96,15 @@ pop_hooks: Any = _C._autograd._pop_saved_tensors_default_hooks
 # A number for each run of the autograd engine; -1 outside. `torch.utils.checkpoint` uses it, too. A
 # public way to ask would replace it.
 current_backward: Any = _C._current_graph_task_id
+
+
+def at_end_of_backward(action: Callable[[], None]) -> None:
+    """Call `action` when the backward that is under way has ended; what it raises, backward raises.
+
+    FSDP2 and DDP use it, too. A public way to ask would replace it.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(action)  # type: ignore[attr-defined]
+
 
 # Sets the versions of tensors, given as two tuples. A public `Tensor.version` that can be set would
 # replace it.

@@ -5,9 +5,9 @@ only checks that it is still current: validating the cache costs a third of rebu
 
 The structure has what the functions have registered, and what they were seen to use (`watch.py`).
 [Note: which calls are inspected] A call is watched and verified if it is the first one of its
-structure, of a training mode or of a shape (up to eight shapes), if an attribute of a module has
-another value than before, and every 1,024th time. Updates that are kept cannot be verified: if a
-later call rebuilds them, it is inspected from there on.
+structure, of a training mode or of a shape, dtype or device (up to eight of these), if an attribute
+of a module has another value than before, and every 1,024th time. Updates that are kept cannot be
+verified: if a later call rebuilds them, it is inspected from there on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from retrograd.core.watch import Usage
 
 VerifyCalls = Literal["first", "always", "never"]
 EVERY = 1024  # calls: how often a stack is inspected again
-MAX_SHAPES = 8  # how many shapes are inspected
+MAX_KINDS = 8  # how many shapes, dtypes and devices are inspected
 
 _training = operator.attrgetter("training")
 
@@ -156,11 +156,16 @@ class Structure:
         self._slots = [slot for m in members for slot in (m.parameters, m.submodules)]
         self._sizes = [len(slot) for slot in self._slots]
         self._values = [value for slot in self._slots for value in slot.values()]
-        self.generators = [g for function in self.distinct for g in function.usage.generators]
-        self.draws = any(function.usage.draws for function in self.distinct)
-        self.has_written = any(function.usage.written for function in self.distinct)
+        self._sum_up_usage()
         self.has_scripts = any(function.is_script for function in self.distinct)
         self.attributes = Attributes(self.modules)
+
+    def _sum_up_usage(self) -> None:
+        usages = [function.usage for function in self.distinct]
+        self.generators = [generator for usage in usages for generator in usage.generators]
+        self.random_devices = {device for usage in usages for device in usage.random_devices}
+        self.draws = any(usage.draws for usage in usages)
+        self.has_written = any(usage.written for usage in usages)
 
     def has_inspected(self, updates: Iterable[int]) -> None:
         """These updates were watched, and verified if they are to be."""
@@ -247,7 +252,7 @@ class StackCache:
         self.notices = Notices()
         self.trusts_casts = False  # hooks on its blocks cast streams and do nothing else
         self.calls = 0
-        self.inspected: set[Any] = set()  # shapes and training modes
+        self.inspected: set[Any] = set()  # shapes, dtypes, devices and training modes
 
     def __reduce__(self) -> Any:
         return StackCache, ()
@@ -269,17 +274,20 @@ class StackCache:
         structure: Structure,
         state: State,
         verify: VerifyCalls,
+        is_capturing: bool = False,
     ) -> int:
         """From which update on a call is inspected. See [Note: which calls are inspected]."""
         self.calls += 1
         if verify == "always":
             return 0
         have_changed = structure.attributes.have_changed()
-        shapes = tuple([leaf.shape for leaves in state.values() for leaf in leaves])
-        key = (shapes, bytes(map(_training, structure.modules)))
-        is_new = key not in self.inspected and len(self.inspected) < MAX_SHAPES
+        leaves = [leaf for leaves in state.values() for leaf in leaves]
+        kinds = tuple([(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves])
+        key = (kinds, bytes(map(_training, structure.modules)))
+        is_new = key not in self.inspected and len(self.inspected) < MAX_KINDS
         if is_new:
             self.inspected.add(key)
-        if is_new or have_changed or self.calls % EVERY == 0:
+        is_due = self.calls % EVERY == 0 and not is_capturing
+        if is_new or have_changed or is_due:
             return 0
         return structure.inspected_until

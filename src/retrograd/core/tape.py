@@ -21,8 +21,13 @@ from torch import Tensor, nn
 from retrograd.core import errors
 from retrograd.core.exact import Precision
 from retrograd.core.guard import Guard, Guards
-from retrograd.core.guards import guards_of_inspection, guards_of_recorded_pass
+from retrograd.core.guards import (
+    guards_in_capture,
+    guards_of_inspection,
+    guards_of_recorded_pass,
+)
 from retrograd.core.guards.local_backward import LocalBackward
+from retrograd.core.home_streams import home_streams
 from retrograd.core.memory import (
     NOTHING,
     Choice,
@@ -63,6 +68,7 @@ from retrograd.core.structure import Functions, StackCache, VerifyCalls
 from retrograd.core.tensors import (
     describe,
     distinct_bytes,
+    is_capturing,
     nbytes,
     shape_and_dtype,
     shapes_of,
@@ -105,10 +111,16 @@ class Tape(Pass):
         self.given_nodes = {leaf.grad_fn for leaves in self.state.values() for leaf in leaves}
         # Parameters may be stepped in backward: [Note: an optimizer inside backward].
         self.steps_in_backward = any(map(has_step_hooks, self.structure.parameters))
+        devices = {leaf.device for leaves in self.state.values() for leaf in leaves}
+        self.is_capturing = any(map(is_capturing, devices))
         guards = guards_of_recorded_pass(
             self, context.weak_program, context.weak_structure, arguments, precision, cache.notices
         )
-        self.inspect_from = cache.inspect_from(self.structure, self.state, verify)
+        if self.is_capturing:
+            guards = guards_in_capture(guards, self.structure, precision)
+        self.inspect_from = cache.inspect_from(
+            self.structure, self.state, verify, self.is_capturing
+        )
         self.inspection = functools.partial(
             guards_of_inspection,
             guards,
@@ -122,7 +134,7 @@ class Tape(Pass):
         guards = choose_guards(guards)
         self.guards_past_cut = Guards(guard for guard in guards if not guard.rebuilt_only)
         self.surround(guards)
-        self.walk = Walk(context, self.specs, arguments, self.guards)
+        self.walk = Walk(context, self.specs, arguments, self.guards, home_streams(devices))
 
     def _copy_inference_tensors(self) -> None:
         """Autograd cannot save tensors of inference mode."""
@@ -139,7 +151,7 @@ class Tape(Pass):
             super().update(step)
             return
         if self.index == self.inspect_from:
-            self.guards.add(self.inspection())
+            self._inspect()
         update = self._application(step)
         for before_function in self.guards.before_function:
             before_function(update)
@@ -161,6 +173,12 @@ class Tape(Pass):
             self._follow_backward(update)
         self._accept(update)
         self.index += 1
+
+    def _inspect(self) -> None:
+        """Watch and verify functions from here on."""
+        if self.is_capturing:
+            raise errors.capture_looks("the functions have not been seen yet")
+        self.guards.add(self.inspection())
 
     def _run(
         self,

@@ -108,6 +108,17 @@ def storage_bytes(tensor: Tensor) -> int:
     return nbytes(tensor)
 
 
+def device_module(device: torch.device) -> Any:
+    """`torch.cuda` for a GPU; None for a device that has no such module, and for the CPU."""
+    return None if device.type in ("cpu", "meta") else getattr(torch, device.type, None)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the work on this device is being captured in a graph, not run."""
+    ask = getattr(device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and ask()
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32`, not `torch.float32`."""
     return str(dtype).removeprefix("torch.")

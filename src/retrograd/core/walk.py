@@ -38,6 +38,7 @@ Its rules:
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,6 +48,7 @@ from torch import Tensor
 
 from retrograd.core import errors
 from retrograd.core.guard import Guards, Undo
+from retrograd.core.home_streams import HomeStreams, used_elsewhere
 from retrograd.core.operations import ReuseOperations
 from retrograd.core.private import (
     check_hooks_are_enabled,
@@ -203,7 +205,9 @@ class Walk:
         specs: dict[str, Spec],
         arguments: KeywordArguments,
         guards: Guards,
+        home: HomeStreams | None,
     ) -> None:
+        self.home = home
         self.context = weakref.ref(context)
         self.held_context: ForwardContext | None = None  # once backward has arrived
         self.program = context.weak_program
@@ -241,7 +245,14 @@ class Walk:
         # that forward ran as they are. [Note: torch.compile]
         if is_compiler_active():
             return self._saved_tensor_uncompiled(hooks, slot)
+        if self.home is not None and not self.home.are_current():
+            return self._saved_tensor_at_home(self.home, hooks, slot)
         return self._saved_tensor(hooks, slot)
+
+    def _saved_tensor_at_home(self, home: HomeStreams, hooks: ForwardHooks, slot: int) -> Saved:
+        saved = home.run(functools.partial(self._saved_tensor, hooks, slot))
+        used_elsewhere(saved.content)
+        return saved
 
     def _saved_tensor(self, hooks: ForwardHooks, slot: int) -> Saved:
         index = hooks.index
@@ -276,7 +287,10 @@ class Walk:
             if self.held_context is None:
                 self._hold_context()
             if self._is_ahead(index):
-                self.walk_to(index)
+                if self.home is None or self.home.are_current():
+                    self.walk_to(index)
+                else:
+                    self.home.run(functools.partial(self.walk_to, index))
 
     def _hold_context(self) -> None:
         self.held_context = self.context()

@@ -31,6 +31,13 @@ from retrograd.core.private import (
 from retrograd.core.tensors import storage_of
 
 
+class BufferName(NamedTuple):
+    """A buffer, whatever tensor it is at the moment."""
+
+    module: int  # its id
+    name: str
+
+
 class Usage:
     """What a function was seen to use, beyond what its own modules have registered."""
 
@@ -39,7 +46,9 @@ class Usage:
         self.generators: list[torch.Generator] = []
         self.weights: list[Tensor] = []  # leaves that require grad
         self.written: list[Tensor] = []  # tensors that it writes, and that were there before
+        self.written_buffers: set[BufferName] = set()
         self.draws = False  # from a default generator, even if it puts the state back
+        self.random_devices: set[torch.device] = set()  # whose default generators it may draw from
         self.writes_saved = False  # it writes memory that autograd has saved before
         self.is_watched = False
 
@@ -50,7 +59,10 @@ class Usage:
 
     def size(self) -> tuple[int, ...]:
         """Grows with everything that is seen."""
-        found = (self.modules, self.generators, self.weights, self.written)
+        found = (
+            *(self.modules, self.generators, self.weights),
+            *(self.written, self.written_buffers, self.random_devices),
+        )
         return (*map(len, found), self.draws, self.writes_saved, self.is_watched)
 
 
@@ -68,9 +80,11 @@ class Discoveries(Protocol):
     """Who is told of state, just before the function first uses it: its value is still there."""
 
     def random_states(self) -> list[bytes]: ...  # of the default generators
+    def found_random_device(self, device: torch.device) -> None: ...
     def found_module(self, module: nn.Module) -> None: ...
     def found_generator(self, generator: torch.Generator) -> None: ...
     def found_written(self, tensor: Tensor) -> None: ...
+    def found_written_buffer(self, memory: int) -> None: ...
 
 
 class Watch(DispatchMode):
@@ -166,7 +180,12 @@ class Watch(DispatchMode):
 
         Attention may draw and usually does not, so what it says of itself is not enough.
         """
-        if self.usage.draws or not is_random(func):
+        if not is_random(func) or has_no_dropout(func, args, kwargs):
+            return func(*args, **kwargs)
+        for device in devices_of(args, kwargs) - self.usage.random_devices:
+            self.usage.random_devices.add(device)
+            self.tell.found_random_device(device)
+        if self.usage.draws:
             return func(*args, **kwargs)
         before = self.tell.random_states()
         result = func(*args, **kwargs)
@@ -187,7 +206,10 @@ class Watch(DispatchMode):
         memory = storage_of(tensor)
         if memory in map(storage_of, self.saved):
             self.usage.writes_saved = True
-        if memory in self.made or memory in self.known.buffers:
+        if memory in self.made:
+            return
+        if memory in self.known.buffers:
+            self.tell.found_written_buffer(memory)
             return
         base = tensor if tensor._base is None else tensor._base
         if memory not in map(storage_of, self.usage.written):
@@ -220,6 +242,41 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 @functools.cache
 def is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+@functools.cache
+def dropout_argument(func: Any) -> tuple[int, str] | None:
+    """The position and the name of an argument that is the probability of dropout."""
+    schema = getattr(func, "_schema", None)
+    names = [] if schema is None else [argument.name for argument in schema.arguments]
+    return next(((i, name) for i, name in enumerate(names) if name == "dropout_p"), None)
+
+
+def has_no_dropout(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+) -> bool:
+    """Whether an operation would draw for its dropout only, and has none: attention."""
+    argument = dropout_argument(func)
+    if argument is None:
+        return False
+    position, name = argument
+    probability = args[position] if position < len(args) else kwargs.get(name, 0.0)
+    return probability == 0
+
+
+def devices_of(args: Any, kwargs: Any) -> set[torch.device]:
+    """The devices whose default generators an operation may draw from.
+
+    That is where its tensors are; if it makes one, where it makes it. None if it was given a
+    generator.
+    """
+    values = [*args, *kwargs.values()]
+    if any(isinstance(value, torch.Generator) for value in values):
+        return set()
+    devices = {tensor.device for tensor in tensors_in(values)}
+    return devices | {value for value in values if isinstance(value, torch.device)}
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 
+from retrograd.core import errors
 from retrograd.core.exact import Precision
 from retrograd.core.guard import Guard
 from retrograd.core.guards.arguments import ArgumentObjects, are_opaque
@@ -18,24 +19,25 @@ from retrograd.core.guards.grid_range import GridRange
 from retrograd.core.guards.local_backward import LocalBackward
 from retrograd.core.guards.modules import ModuleState
 from retrograd.core.guards.other_threads import OtherThreads
-from retrograd.core.guards.random_state import RandomState, generators_for
+from retrograd.core.guards.random_state import RandomState
 from retrograd.core.guards.scripts import Scripts
 from retrograd.core.guards.verify import Verify
 from retrograd.core.guards.versions import InputVersions, ParameterVersions
 from retrograd.core.guards.watching import Watching
 from retrograd.core.guards.written import WrittenTensors
 from retrograd.core.program import Pass, Program
+from retrograd.core.readback import Readback
 from retrograd.core.saved import KeywordArguments
 from retrograd.core.structure import Notices, Structure, VerifyCalls
 
 
 def guards_of_plain_pass(
-    program: Program, precision: Precision, start: str = "the input"
+    program: Program, precision: Precision, readback: Readback, start: str = "the input"
 ) -> list[Guard]:
     """What surrounds updates that run as plain autograd."""
     guards: list[Guard] = [InputVersions()]
     if precision.grid is not None:
-        guards.append(GridRange(precision.grid, program, start))
+        guards.append(GridRange(precision.grid, program, readback, start))
     return guards
 
 
@@ -48,14 +50,16 @@ def guards_of_recorded_pass(
     notices: Notices,
 ) -> list[Guard]:
     """What surrounds updates that backward rebuilds."""
+    readback = Readback()
     devices = {leaf.device for leaves in run.state.values() for leaf in leaves}
+    devices |= structure.random_devices
     generators = [g for g in arguments.objects if isinstance(g, torch.Generator)]
     generators += structure.generators
     autocast = Autocast(devices)
-    random_state = RandomState(generators_for(devices, generators), structure.draws)
+    random_state = RandomState(devices, generators, structure.draws)
     dtypes = _dtypes_in_play(run, structure, autocast)
     # The first ones only look, so that they raise before anything is put back.
-    guards = guards_of_plain_pass(program, precision)
+    guards = guards_of_plain_pass(program, precision, readback)
     guards += [ParameterVersions(structure, program), ModuleState(structure), autocast]
     if any(structure.buffers) or structure.has_user_modules:
         guards.append(Buffers(structure, program))
@@ -67,10 +71,23 @@ def guards_of_recorded_pass(
         guards.append(ArgumentObjects(arguments.objects, program))
     if structure.has_scripts:
         guards.append(Scripts())
-    guards.append(Drift(program, precision, notices, dtypes))
-    if untrusted(program):
-        guards.append(CouplingTrial(program))
+    guards.append(Drift(program, precision, notices, dtypes, readback))
     return guards
+
+
+def guards_in_capture(
+    guards: list[Guard], structure: Structure, precision: Precision
+) -> list[Guard]:
+    """Those guards that work while a graph is captured. Raise if others are needed.
+
+    [Note: graph capture] While work is captured (`torch.cuda.graph`), nothing runs: there are no
+    values to look at, and the states of generators cannot be read.
+    """
+    if structure.draws:
+        raise errors.capture_draws()
+    if precision.drift != "ignore":
+        raise errors.capture_looks(f"drift={precision.drift!r}")
+    return [guard for guard in guards if not isinstance(guard, (Drift, GridRange))]
 
 
 def guards_of_inspection(
@@ -103,6 +120,8 @@ def guards_of_inspection(
     is_verified = verify != "never"
     watching = Watching(structure, modules, random_state, buffers, written, versions, is_verified)
     added.append(watching)
+    if untrusted(program):
+        added.append(CouplingTrial(program))
     if is_verified:
         drift = find(guards, Drift)
         epsilon = drift.epsilon if drift is not None else 0.0

@@ -11,8 +11,7 @@ AutocastState = tuple[torch.dtype, bool]  # the dtype, and whether casts of weig
 
 class Autocast(Guard):
     def __init__(self, devices: set[torch.device]) -> None:
-        kinds = sorted({"cpu", *(device.type for device in devices)})
-        self.kinds = [kind for kind in kinds if torch.amp.is_autocast_available(kind)]
+        self.kinds = sorted({"cpu", *(device.type for device in devices)})
         self.states = self.current()
 
     def current(self) -> list[AutocastState | None]:
@@ -42,6 +41,7 @@ class Autocast(Guard):
 
 
 def autocast_state(kind: str) -> AutocastState | None:
-    if not torch.is_autocast_enabled(kind):
+    """The state of autocast for a kind of device; None where it is off, or does not exist."""
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()

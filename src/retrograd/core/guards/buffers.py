@@ -1,39 +1,34 @@
 """Buffers: each is updated once, and recompute sees the values that forward saw.
 
-[Note: constant buffers] To replay a buffer, its value before the function ran is needed, but only
-afterwards it shows whether the function changed it. So every buffer is copied and compared; by
-value, because BatchNorm changes its statistics without moving their version counters. A large
-buffer that stayed the same is not copied again: masks and rotary tables cost one copy in the life
-of a module, not one in each call. If the version of such a buffer shows a change after all, its
-earlier value is lost, the function cannot run again, and the tape keeps that one update.
+[Note: which buffers are copied] To replay a buffer that a function changes, its value before the
+function ran is needed. To copy every buffer would cost memory, and to compare values would wait for
+an accelerator. So a buffer is copied only if the function was seen to write it (`watch.py`), or
+belongs to a norm with running statistics: BatchNorm changes these without moving their version
+counters. In the call that is watched, the copy is made just before the first write. Every other
+buffer is held by reference, and its version tells whether it has changed. If it did after all, its
+earlier value is lost: the tape keeps that one update, and later calls copy the buffer.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retrograd.core import errors
 from retrograd.core.guard import Guard, Undo
 from retrograd.core.guards.modules import MISSING, put_member
-from retrograd.core.private import NormWithStatistics, is_fake
+from retrograd.core.private import NormWithStatistics
 from retrograd.core.program import (
     Application,
     Program,
     place,
 )
 from retrograd.core.structure import FunctionState, Structure
-from retrograd.core.tensors import nbytes
-
-LARGE = 1 << 16  # bytes; more than any channel statistics, less than any table that hurts
-
-# The large buffers that were seen unchanged: by module, their names and the training flag.
-_constant: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = weakref.WeakKeyDictionary()
+from retrograd.core.tensors import storage_of
+from retrograd.core.watch import BufferName
 
 
 class Seen(NamedTuple):
@@ -43,7 +38,14 @@ class Seen(NamedTuple):
     name: str
     buffer: Tensor | None  # None: it has no values yet
     version: int
-    copy: Tensor | None  # None: it is known to be constant
+    copy: Tensor | None  # None: the function is not known to write it
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the function wrote the buffer, and there is no copy of what it was before."""
+        return (
+            self.buffer is not None and self.copy is None and self.buffer._version != self.version
+        )
 
 
 class Replay(NamedTuple):
@@ -69,11 +71,24 @@ class Buffers(Guard):
 
     def before_function(self, update: Application) -> None:
         if self.has_buffers:
-            self.seen = look_at_buffers(self.structure.functions[update.index].modules)
+            function = self.structure.functions[update.index]
+            self.seen = look_at_buffers(function.modules, function.usage.written_buffers)
 
-    def found_module(self, module: nn.Module) -> None:
+    def found_module(self, module: nn.Module, written: set[BufferName]) -> None:
         """A function that runs is about to call this module, for the first time."""
-        self.seen += look_at_buffers([module])
+        self.seen += look_at_buffers([module], written)
+
+    def found_write(self, memory: int) -> list[BufferName]:
+        """A function that runs is about to write a buffer: copy it. Returns its names."""
+        names = []
+        copy: Tensor | None = None  # a buffer may be registered in several modules
+        for i, seen in enumerate(self.seen):
+            if seen.buffer is not None and storage_of(seen.buffer) == memory:
+                names.append(BufferName(id(seen.module), seen.name))
+                if seen.copy is None and seen.buffer._version == seen.version:
+                    copy = seen.buffer.detach().clone() if copy is None else copy
+                    self.seen[i] = seen._replace(copy=copy)
+        return names
 
     def after_update(self, update: Application) -> None:
         function = self.structure.functions[update.index]
@@ -81,10 +96,13 @@ class Buffers(Guard):
         for seen in self.seen:
             if seen.buffer is None:
                 replays += _replay_of_new(seen)
-            elif _is_lost(seen, seen.buffer):
+            elif seen.is_lost:
                 update.is_repeatable = False
+                function.usage.written_buffers.add(BufferName(id(seen.module), seen.name))
+            elif seen.copy is not None:
+                replays.append(Replay(seen.module._buffers, seen.name, seen.copy, None))
             else:
-                replays.append(_replay_of(seen, seen.buffer))
+                replays.append(Replay(seen.module._buffers, seen.name, seen.buffer, seen.version))
         if any(function.user_buffers):
             replays += self._registered_meanwhile(function)
             self.has_buffers = True
@@ -128,19 +146,20 @@ class Buffers(Guard):
                 put_member(buffers, name, value)
 
 
-def look_at_buffers(modules: Sequence[nn.Module]) -> list[Seen]:
-    """The buffers that a function is about to use, with copies of those that may change."""
+def look_at_buffers(modules: Sequence[nn.Module], written: set[BufferName]) -> list[Seen]:
+    """The buffers that a function may use, with copies of those that it is known to write."""
     found: list[Seen] = []
     copies: dict[int, Tensor] = {}  # a buffer may be registered in several modules
     for module in modules:
         if not module._buffers:
             continue
-        known = _constant.get(module, ())
+        is_norm = isinstance(module, NormWithStatistics)
         for name, buffer in module._buffers.items():
             if buffer is None or is_lazy(buffer) or buffer.is_inference():
                 found.append(Seen(module, name, None, 0, None))
                 continue
-            if (name, module.training) not in known and id(buffer) not in copies:
+            is_written = is_norm or BufferName(id(module), name) in written
+            if is_written and id(buffer) not in copies:
                 copies[id(buffer)] = buffer.detach().clone()
             found.append(Seen(module, name, buffer, buffer._version, copies.get(id(buffer))))
     return found
@@ -152,39 +171,3 @@ def _replay_of_new(seen: Seen) -> list[Replay]:
     if now is None or now is MISSING or now.is_inference():
         return []
     return [Replay(seen.module._buffers, seen.name, None, None)]
-
-
-def _replay_of(seen: Seen, buffer: Tensor) -> Replay:
-    """A buffer that the function used, and perhaps changed."""
-    module = seen.module
-    name = seen.name
-    is_replaced = module._buffers.get(name, MISSING) is not buffer
-    is_edited = buffer._version != seen.version or not _has_value(seen.copy, buffer)
-    if is_edited or is_replaced:
-        _constant.get(module, set()).discard((name, module.training))
-    elif seen.copy is not None and nbytes(seen.copy) > LARGE:
-        _constant.setdefault(module, set()).add((name, module.training))
-    # Statistics of a norm are copied even if unchanged: another forward may change them.
-    needs_copy = is_edited or is_replaced or isinstance(module, NormWithStatistics)
-    if seen.copy is not None and needs_copy:
-        return Replay(module._buffers, name, seen.copy, None)
-    return Replay(module._buffers, name, buffer, seen.version)
-
-
-def _is_lost(seen: Seen, buffer: Tensor) -> bool:
-    """Whether the function changed a buffer that was taken for constant and not copied."""
-    if seen.copy is not None or buffer._version == seen.version:
-        return False
-    _constant.get(seen.module, set()).discard((seen.name, seen.module.training))
-    return True
-
-
-def _has_value(copy: Tensor | None, buffer: Tensor) -> bool:
-    return copy is None or is_equal(copy, buffer)
-
-
-def is_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same values, as far as values can be compared."""
-    if a.is_meta or is_fake(a) or a.layout != torch.strided:
-        return True
-    return torch.equal(a, b)

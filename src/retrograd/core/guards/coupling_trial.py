@@ -1,6 +1,7 @@
 """Coupling trial: does the inverse of a user's own coupling undo its forward?
 
-If it does not, gradients would be wrong. Each coupling is tried once in a call, on live data.
+If it does not, gradients would be wrong. Each coupling is tried on live data, in calls that are
+inspected: see [Note: which calls are inspected].
 """
 
 from __future__ import annotations

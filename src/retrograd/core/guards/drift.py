@@ -13,16 +13,19 @@ follow from the epsilon of the narrowest dtype in play:
   rounding explains, so it raises.
 
 An exact stack rounds nothing, and any difference raises.
+
+Streams on the CPU are compared as soon as they are rebuilt, streams on an accelerator at the end of
+backward (`readback.py`).
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from math import inf, isfinite
 from operator import sub
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +39,7 @@ from retrograd.core.program import (
     Program,
     place,
 )
+from retrograd.core.readback import Numbers, Readback
 from retrograd.core.streams import State
 from retrograd.core.structure import Notices
 from retrograd.core.tensors import local
@@ -43,8 +47,8 @@ from retrograd.core.tensors import local
 PLACES = 8
 ELEMENTS = 16
 
-Samples = dict[str, list[Any]]  # of each leaf of each stream: see `sample`
-Values = list[Any]  # numbers, real or complex
+Sample = Numbers | Tensor | None  # see `sample`
+Samples = dict[str, list[Sample]]  # of each leaf of each stream
 
 
 class Drift(Guard):
@@ -54,8 +58,10 @@ class Drift(Guard):
         precision: Precision,
         notices: Notices,
         dtypes: Iterable[torch.dtype | None],
+        readback: Readback,
     ) -> None:
         self.program = program
+        self.readback = readback
         self.drift = precision.drift
         self.is_exact = precision.grid is not None
         self.notices = notices
@@ -64,7 +70,6 @@ class Drift(Guard):
         self.places = range(0, len(program) if is_on else 0, stride)
         self.seen: dict[int, Samples] = {}  # in forward, before each of the places
         self.end: Samples = {}  # where the walk begins
-        self.rebuilt: list[tuple[int, Samples]] = []  # not compared yet
         self.epsilon = 0.0  # the largest one of the dtypes that functions compute in
         for dtype in dtypes:
             self.computes_in(dtype)
@@ -95,49 +100,61 @@ class Drift(Guard):
     ) -> None:
         if index not in self.places:
             return
-        self.rebuilt.append((index, samples(state)))
-        # Looking at values waits for an accelerator, so that is done only once, at the end.
-        if index == 0 or all(leaf.is_cpu for leaves in state.values() for leaf in leaves):
-            rebuilt = self.rebuilt
-            self.rebuilt = []
-            for where, now in rebuilt:
-                self._compare(where, now, state)
+        sampled = (samples(state), self.seen[index], self.end)
+        dtypes = {name: [leaf.dtype for leaf in leaves] for name, leaves in state.items()}
+        tensors = [leaf for leaf in all_leaves(sampled) if isinstance(leaf, Tensor)]
+        if not tensors:
+            self._compare(index, dtypes, *sampled)
+            return
+        self.readback.add(tensors, functools.partial(self._compare_read, index, dtypes, sampled))
+        self.readback.schedule()
+
+    def _compare_read(
+        self,
+        index: int,
+        dtypes: dict[str, list[torch.dtype]],
+        sampled: tuple[Samples, ...],
+        values: list[Numbers],
+    ) -> None:
+        """Compare samples, some of which are tensors, whose values are these."""
+        read = iter(values)
+        self._compare(index, dtypes, *[with_values(samples, read) for samples in sampled])
 
     def _compare(
         self,
         index: int,
+        dtypes: dict[str, list[torch.dtype]],
         now: Samples,
-        state: State,
+        then: Samples,
+        end: Samples,
     ) -> None:
         """Compare the streams before update `index` with those of forward."""
-        for name, then in self.seen[index].items():
-            for leaf, *sampled in zip(state[name], now[name], then):
-                if sampled[0] is not None:
-                    self._judge(index, name, leaf.dtype.to_real(), *map(values, sampled))
-
-    def _size(self, sampled: Samples) -> float:
-        """The size of the largest stream. One of them may be zero."""
-        return largest(map(abs, all_values(sampled)))
+        for name, leaves in then.items():
+            for dtype, a, b in zip(dtypes[name], now[name], leaves):
+                if isinstance(a, list) and isinstance(b, list):
+                    self._judge(index, name, dtype.to_real(), a, b, then, end)
 
     def _judge(
         self,
         index: int,
         stream: str,
         dtype: torch.dtype,
-        now: Values,
-        then: Values,
+        now: Numbers,
+        then: Numbers,
+        all_then: Samples,
+        end: Samples,
     ) -> None:
         epsilon = max(self.epsilon, torch.finfo(dtype).eps)
         limit = min(epsilon**0.5, 0.03)
         if now == then or (not self.is_exact and _is_close(now, then, limit)):
             return  # nearly always
-        if lost_to_infinity(then, now) and is_masked(self.end):
+        if lost_to_infinity(then, now) and is_masked(end):
             raise errors.infinite_stream(place(self.program, index), stream)
         error = largest(abs(a - b) for a, b in zip(now, then))
-        size = self._size(self.seen[index])
+        size = size_of(all_then)
         # Rounding errors are relative to the largest values on the way. What they cannot explain is
         # a mistake; what they explain may still be too much.
-        largest_size = max(size, self._size(self.end))
+        largest_size = max(size, size_of(end))
         explained = epsilon**0.25 * largest_size
         # Some roundings of the largest values are always there, also where the input was zero.
         allowed = max(limit * size, 2 * torch.finfo(dtype).eps * largest_size)
@@ -150,6 +167,11 @@ class Drift(Guard):
         elif error > allowed:
             drifted = errors.drifted(where, stream, error / size if size else inf, limit)
             report(drifted, self.drift, self.notices)
+
+
+def size_of(sampled: Samples) -> float:
+    """The size of the largest stream. One of them may be zero."""
+    return largest(map(abs, all_values(sampled)))
 
 
 def report(
@@ -166,8 +188,8 @@ def report(
 
 
 def _is_close(
-    now: Values,
-    then: Values,
+    now: Numbers,
+    then: Numbers,
     limit: float,
 ) -> bool:
     """A quick test that fails for NaN, which is looked at more closely."""
@@ -179,7 +201,7 @@ def largest(numbers: Iterable[float]) -> float:
     return max([number for number in numbers if isfinite(number)], default=0.0)
 
 
-def lost_to_infinity(then: Values, now: Values) -> bool:
+def lost_to_infinity(then: Numbers, now: Numbers) -> bool:
     """Whether a value that was finite is not when it is rebuilt."""
     return any(isfinite(abs(a)) and not isfinite(abs(b)) for a, b in zip(then, now))
 
@@ -208,7 +230,7 @@ def samples(state: State) -> Samples:
     return {name: [sample(leaf.detach()) for leaf in leaves] for name, leaves in state.items()}
 
 
-def sample(leaf: Tensor) -> Values | Tensor | None:
+def sample(leaf: Tensor) -> Sample:
     """Sixteen elements of a tensor, the same ones whatever its strides; None if it has no values.
 
     Numbers of a tensor on the CPU. On an accelerator a small tensor, because reading it would wait.
@@ -237,11 +259,18 @@ def has_values(leaf: Tensor) -> bool:
     return leaf.is_floating_point() or leaf.is_complex()
 
 
-def values(sampled: Sequence[Any] | Tensor) -> Values:
-    return sampled.tolist() if isinstance(sampled, Tensor) else list(sampled)
+def all_leaves(sampled: Iterable[Samples]) -> list[Sample]:
+    return [leaf for samples in sampled for leaves in samples.values() for leaf in leaves]
 
 
-def all_values(sampled: Samples) -> Values:
+def with_values(sampled: Samples, values: Iterator[Numbers]) -> Samples:
+    """The samples, with the next of `values` in place of each tensor."""
+    return {
+        name: [next(values) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        for name, leaves in sampled.items()
+    }
+
+
+def all_values(sampled: Samples) -> Numbers:
     """The numbers of all streams."""
-    leaves = [leaf for leaves in sampled.values() for leaf in leaves if leaf is not None]
-    return [number for leaf in leaves for number in values(leaf)]
+    return [number for leaf in all_leaves([sampled]) for number in leaf or ()]  # type: ignore[union-attr]

@@ -1,11 +1,13 @@
 """Grid range: with exact reversal, no value of a stream may leave the range of the grid.
 
-The range of each stream is recorded after each update and looked at once, at the end of the pass,
-so that an accelerator is waited for only once.
+The range of each stream is recorded after each update and looked at once: on a CPU at the end of
+the pass, on an accelerator at the end of backward (`readback.py`). Of a plain pass there
+nothing is looked at, because nothing is rebuilt from it.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from retrograd.core.program import (
     Program,
     place,
 )
+from retrograd.core.readback import Numbers, Readback
 from retrograd.core.streams import State
 from retrograd.core.tensors import dtype_name, local
 
@@ -41,11 +44,13 @@ class GridRange(Guard):
         self,
         grid: Grid,
         program: Program,
+        readback: Readback,
         start: str = "the input",
     ) -> None:
         self.grid = grid
         self.program = program
-        self.start = start
+        self.readback = readback
+        self.start = start  # what the pass starts from, for messages
         self.ranges: list[Range] = []
 
     def before_forward(self, state: State) -> None:
@@ -67,16 +72,25 @@ class GridRange(Guard):
                 self.ranges.append(Range(stream, index, leaf.dtype.to_real(), low, high))
 
     def after_forward(self, state: State) -> None:
-        """Raise if a value left the range."""
+        """Raise if a value left the range, or have it looked at later."""
         # Where a graph is traced or transformed there are no values, and nothing is rebuilt.
         ranges = [r for r in self.ranges if type(r.high) is Tensor and not r.high.is_meta]
         self.ranges = []
         if not ranges or are_transforms_active() or torch.compiler.is_compiling():
             return
-        device = ranges[0].high.device
-        ends = [end.to(device) for r in ranges for end in (r.low, r.high)]
-        numbers = torch.stack(ends).tolist()
-        extremes = [max(pair, key=abs) for pair in zip(numbers[::2], numbers[1::2])]
+        ends = [end for r in ranges for end in (r.low, r.high)]
+        if all(end.is_cpu for end in ends):
+            self._judge(ranges, [[number] for number in torch.stack(ends).tolist()])
+        else:
+            self.readback.add(ends, functools.partial(self._judge, ranges))
+
+    def _judge(
+        self,
+        ranges: list[Range],
+        ends: list[Numbers],
+    ) -> None:
+        pairs = zip(ends[::2], ends[1::2])
+        extremes: list[float] = [max(low[0], high[0], key=abs) for low, high in pairs]
         for found, value in zip(ranges, extremes):
             if not abs(value) < self.grid.limit(found.dtype):
                 same = [abs(v) for v, r in zip(extremes, ranges) if r.dtype == found.dtype]

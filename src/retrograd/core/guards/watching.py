@@ -24,7 +24,7 @@ from retrograd.core.program import Application
 from retrograd.core.streams import State, flatten
 from retrograd.core.structure import FunctionState, Structure
 from retrograd.core.tensors import local, storage_bytes, storage_of
-from retrograd.core.watch import Known, Watch
+from retrograd.core.watch import Known, Usage, Watch
 
 
 class Watching(Guard):
@@ -45,7 +45,9 @@ class Watching(Guard):
         self.written = written
         self.parameter_versions = parameter_versions
         self.is_verified = is_verified  # `Verify` says what is inspected
-        self.index = 0
+        self.index = 0  # of the update that is running
+        self.where = ""
+        self.usage = Usage()  # of its function
         self.unfilled: dict[int, set[int]] = {}  # by update, memory that is not filled
         self.is_over = False
 
@@ -57,10 +59,12 @@ class Watching(Guard):
         if self.is_over:  # this is the recompute
             return run_in_mode(PassiveMode(), run) if update.index in self.unfilled else run()
         self.index = update.index
+        self.where = update.where
         function = self.structure.functions[update.index]
-        usage = function.usage
+        usage = self.usage = function.usage
         for module in usage.modules[function.known_modules :]:
-            self.buffers.found_module(module)  # an earlier update with this function found it
+            # An earlier update with this function found it.
+            self.buffers.found_module(module, usage.written_buffers)
         before = usage.size()
         weights = len(usage.weights)
         written = len(usage.written)
@@ -89,15 +93,21 @@ class Watching(Guard):
     def random_states(self) -> list[bytes]:
         return self.random_state.current()
 
+    def found_random_device(self, device: torch.device) -> None:
+        self.random_state.found_device(device, self.where)
+
     def found_module(self, module: nn.Module) -> None:
         self.modules.found_module(module)
-        self.buffers.found_module(module)
+        self.buffers.found_module(module, self.usage.written_buffers)
 
     def found_generator(self, generator: torch.Generator) -> None:
         self.random_state.found_generator(generator)
 
     def found_written(self, tensor: Tensor) -> None:
         self.written.found_written(self.index, tensor)
+
+    def found_written_buffer(self, memory: int) -> None:
+        self.usage.written_buffers.update(self.buffers.found_write(memory))
 
 
 def attributes_of(function: FunctionState) -> list[Any]:
