@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from retrograd.core.exact import Precision
 from retrograd.core.memory import Call, Reverse
 from retrograd.core.private import without_compiler
-from retrograd.core.program import Step
+from retrograd.core.program import make_step
 from retrograd.core.structure import StackCache
 from retrograd.core.tape import Tape
 from retrograd.core.updates import TRUSTED, Coupling
@@ -86,7 +86,7 @@ class Chunked(nn.Module):
         """
         names = {name: name for name in kwargs}
         program = [
-            Step(f"piece {i}", f"y{i}", (f"x{i}",), self.fn, PUT, names, PUT.returns)
+            make_step(f"piece {i}", f"y{i}", (f"x{i}",), self.fn, PUT, names)
             for i in range(len(pieces))
         ]
         streams = {f"x{i}": piece for i, piece in enumerate(pieces)}
@@ -103,7 +103,7 @@ class Chunked(nn.Module):
 class Put(Coupling):
     """The result takes the place of an empty stream. Nothing has to be rebuilt but that."""
 
-    any_shape = True
+    changes_shape = True
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
         return out

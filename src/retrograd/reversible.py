@@ -10,9 +10,9 @@ from torch import nn
 
 from retrograd.core.exact import DriftAction, Grid
 from retrograd.core.memory import MemoryMode, Reverse
-from retrograd.core.program import Pass, Step
+from retrograd.core.program import Pass, make_step
 from retrograd.core.structure import VerifyCalls
-from retrograd.core.updates import Additive, Coupling
+from retrograd.core.updates import Additive, Coupling, Mapped
 from retrograd.routing import by_update, check_all_taken
 from retrograd.stack import (
     Blocks,
@@ -20,7 +20,7 @@ from retrograd.stack import (
     check_function,
     checked_coupling,
     detached,
-    returns_of,
+    on_grid,
 )
 
 
@@ -31,8 +31,9 @@ class Update(nn.Module):
 
     Args:
         target: name of the stream that changes.
-        fn: a module or any callable. It must not change its inputs, and must not use the target.
-        reads: names of the streams that `fn` gets, in order. Never the target itself.
+        fn: a module or any callable. It must not change its inputs.
+        reads: names of the streams that `fn` gets, in order. If the target is among them, its
+            earlier value cannot be rebuilt and is kept: one stream.
         coupling: how the output enters the target; `Additive()` by default.
         route: which keyword arguments of the call `fn` gets. None: those its signature accepts. A
             sequence of names: just those. A dict: from the name `fn` uses to the name the call
@@ -63,13 +64,8 @@ class Update(nn.Module):
                 f"reads=({reads!r},)."
             )
         check_function(fn, f"Update({target!r}), fn")
-        if target in reads:
-            raise ValueError(
-                f"Update({target!r}, reads={tuple(reads)!r}): a function may not read its own "
-                "target, because the target's earlier value is what backward has to rebuild. Read "
-                "another stream, or put the value into one of its own."
-            )
         self.target = target
+        self.inverse: Callable[..., Any] | None = None
         self.fn = fn
         self.reads = tuple(reads)
         self.coupling = checked_coupling(coupling)
@@ -82,6 +78,47 @@ class Update(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What `fn` returns; the program couples it."""
         return self.fn(*args, **kwargs)
+
+
+class Transform(Update):
+    """An invertible map of one stream: `target = fn(target, **kwargs)`.
+
+    A permutation, a 1x1 convolution, a pixel shuffle, a wavelet. It may change the shape of the
+    stream, and its parameters train. Nothing is kept: backward calls `inverse` on the stream, then
+    runs `fn` again for its gradient.
+
+    Args:
+        target: name of the stream that changes.
+        fn: a module or any callable. `rg.WithAux(output, aux)` returns more: a log-determinant.
+        inverse: takes what `fn` returned, and the same keyword arguments, and returns what `fn` was
+            given. It is tried on live data. With `exact=True` it must be exact to the bit.
+        route: as for `Update`.
+
+    Example:
+        >>> flip = lambda x: x.flip(-1)
+        >>> net = rg.Reversible([
+        ...     rg.Update("a", torch.nn.Linear(8, 8), reads=("b",)),
+        ...     rg.Transform("a", flip, inverse=flip),
+        ... ])
+        >>> sorted(net({"a": torch.zeros(2, 8), "b": torch.ones(2, 8)}))
+        ['a', 'b']
+    """
+
+    def __init__(
+        self,
+        target: str,
+        fn: Callable[..., Any],
+        *,
+        inverse: Callable[..., Any],
+        route: Mapping[str, str] | Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(target, fn, (target,), coupling=Mapped(), route=route)
+        check_function(inverse, f"Transform({target!r}), inverse")
+        self.inverse = inverse
+
+    def extra_repr(self) -> str:
+        route = "" if self.route is None else f", route={self.route!r}"
+        return f"target={self.target!r}{route}"
 
 
 class Reversible(Stack):
@@ -166,22 +203,21 @@ class Reversible(Stack):
         program = []
         for i, update in enumerate(updates):
             keywords = by_update(update.route, update.fn, len(update.reads), kwargs)
-            coupling = self.precision.coupling(update.coupling, f"updates[{i}]")
             # Through the update, not to its function: hooks on it run, FSDP's among them.
-            step = Step(
+            step = make_step(
                 name=f"updates.{i}",
                 target=update.target,
                 reads=update.reads,
                 fn=update,
-                coupling=coupling,
+                coupling=update.coupling,
                 keywords=keywords,
-                returns=returns_of(update.coupling),
+                inverse=update.inverse,
             )
             program.append(step)
         if program:
             taken = {outer for step in program for outer in step.keywords.values()}
             check_all_taken(kwargs, taken, program, "rg.Update(..., route=({!r},))")
-        return [program]
+        return on_grid([program], self.precision)
 
 
 def _checked_update(update: Any, index: int) -> Update:

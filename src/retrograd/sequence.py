@@ -11,7 +11,7 @@ from torch import nn
 
 from retrograd.core.exact import DriftAction, Grid
 from retrograd.core.memory import MemoryMode, Reverse
-from retrograd.core.program import Pass, Step
+from retrograd.core.program import Pass, Step, make_step
 from retrograd.core.streams import (
     Duplicate,
     State,
@@ -29,7 +29,7 @@ from retrograd.stack import (
     Stack,
     check_function,
     checked_coupling,
-    returns_of,
+    on_grid,
 )
 
 IDENTITY = nn.Identity()
@@ -149,41 +149,38 @@ class ReversibleSequence(Stack):
     def _blocks(self, value: Any, kwargs: dict[str, Any]) -> Blocks:
         """The updates of each block. Looked up in each call, because users replace modules."""
         functions = [fn for block in self.blocks for fn in (block.f, block.g)]
-        coupling = self.precision.coupling(self.coupling, "coupling")
         if kwargs:
-            return self._routed_blocks(functions, coupling, kwargs)
+            return self._routed_blocks(functions, kwargs)
         cache = self._cache
-        key = [*functions, coupling]
+        key = [*functions, self.coupling, self.precision]
         if len(key) != len(cache.program_key) or not all(map(operator.is_, key, cache.program_key)):
-            cache.program = self._routed_blocks(functions, coupling, {})
+            cache.program = self._routed_blocks(functions, {})
             cache.program_key = key
         return cache.program
 
-    def _routed_blocks(
-        self, functions: Sequence[Any], coupling: Coupling, kwargs: dict[str, Any]
-    ) -> Blocks:
+    def _routed_blocks(self, functions: Sequence[Any], kwargs: dict[str, Any]) -> Blocks:
+        coupling = self.coupling
         route = self.route
         route.fit(len(self.blocks))
         updates = coupling.pair() if hasattr(coupling, "pair") else ADD.pair()
-        returns = returns_of(coupling)
         blocks: list[list[Step]] = []
         for i in range(len(self.blocks)):
             steps = []
             for target, function, reads in updates:
                 if function is None:
                     name = f"blocks.{i}, the step of {target}"
-                    steps.append(Step(name, target, reads, IDENTITY, ADD, {}, ADD.returns))
+                    steps.append(make_step(name, target, reads, IDENTITY, ADD, {}))
                     continue
                 fn = functions[2 * i + (function == "g")]
                 keywords = route.keywords(i, function, fn, kwargs) if kwargs else {}
                 name = f"blocks.{i}.{function}"
-                steps.append(Step(name, target, reads, fn, coupling, keywords, returns))
+                steps.append(make_step(name, target, reads, fn, coupling, keywords))
             blocks.append(steps)
         if kwargs and blocks:
             steps = [step for block in blocks for step in block]
             taken = {name for step in steps for name in step.keywords}
             check_all_taken(kwargs, taken | route.mentioned(), steps, 'route={{{!r}: "f"}}')
-        return blocks
+        return on_grid(blocks, self.precision)
 
 
 class Block(nn.Module):

@@ -8,6 +8,7 @@ an input becomes streams, and how streams become an output.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from retrograd.core.guards.versions import OutputVersions
 from retrograd.core.memory import Call, Keep, MemoryMode, Plan, plan_of
 from retrograd.core.observe import observed_guards, observed_memory, observed_verify
 from retrograd.core.private import are_transforms_active, break_graph, without_compiler
-from retrograd.core.program import Pass, Program, Step
+from retrograd.core.program import Pass, Program, Step, rebuilt_streams
 from retrograd.core.readback import ReadAtOnce, Readback
 from retrograd.core.streams import flatten, flatten_stream, unflatten
 from retrograd.core.structure import StackCache, VerifyCalls
@@ -103,7 +104,7 @@ class Stack(nn.Module):
 
     def _set_precision(self, precision: Precision) -> None:
         for where, coupling in self._couplings():
-            precision.coupling(coupling, where)  # raises for one that cannot be exact
+            precision.check(coupling, where)
         self.precision = precision
 
     # --- what a subclass defines
@@ -206,6 +207,7 @@ class Stack(nn.Module):
     def _inverse(self, value: Any, kwargs: dict[str, Any]) -> Any:
         """The input that gave `value`."""
         blocks = self._blocks(value, kwargs)
+        check_invertible(flat(blocks))
         with torch.no_grad():
             streams = self._open(value, "the output")
             run = self._pass(flat(blocks), streams, kwargs, is_inverse=True)
@@ -288,6 +290,15 @@ class Stack(nn.Module):
         self._output(tape, blocks)
 
 
+def on_grid(blocks: Blocks, precision: Precision) -> Blocks:
+    """The blocks, with the couplings that `precision` asks for."""
+    if precision.grid is None:
+        return blocks
+    program = flat(blocks)
+    steps = iter(precision.on_grid(program, rebuilt_streams(program)))
+    return [list(itertools.islice(steps, len(block))) for block in blocks]
+
+
 def flat(blocks: Blocks) -> list[Step]:
     return [step for steps in blocks for step in steps]
 
@@ -319,6 +330,21 @@ def detached(value: Any) -> Any:
 
 
 # --- checks of arguments
+
+
+def check_invertible(program: Program) -> None:
+    """Raise if an update of the program cannot be undone from the streams alone."""
+    for step in program:
+        if step.target_from == "kept":
+            raise ValueError(
+                f"inverse: {step.name} reads or overwrites its own target {step.target!r}, whose "
+                "earlier value cannot be computed. Read another stream, or use rg.Transform."
+            )
+        if getattr(step.coupling, "at", None) is not None:
+            raise ValueError(
+                f"inverse: {step.name} multiplies its target, and with exact=True the digits that "
+                "this loses are known in backward only. Use exact=False."
+            )
 
 
 def checked_memory(memory: Any) -> MemoryMode:
@@ -354,8 +380,3 @@ def check_function(fn: Any, where: str) -> None:
     else:
         what = f"{fn!r:.80}, which is not callable"
     raise TypeError(f"{where} is {what}. Pass a module or a function.")
-
-
-def returns_of(coupling: Coupling) -> tuple[str, ...]:
-    """What a coupling wants from the function."""
-    return getattr(coupling, "returns", ADD.returns)

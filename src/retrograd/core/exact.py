@@ -11,25 +11,47 @@ Rounding has the gradient of the identity. Rebuilt streams, and so recomputed fu
 gradients, are then bit-identical to those of the same network with `memory=rg.Keep()`: top-k
 routing, hashing and bfloat16 are safe to reverse.
 
+A scaled coupling, `y = a * x + out`, multiplies whole numbers by a ratio. What that loses is stored
+digit by digit (`digits.py`), so it is exact, too.
+
 What it costs: three passes over a function's output, twice a step, and one reduction over the
 updated stream that sees to it that no value leaves the grid's range; no memory but the rounded
-output itself. `docs/decisions/0006` has the measurements.
+output itself, and the digits of scaled couplings. `docs/decisions/0006` has the measurements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from retrograd.core.updates import TRUSTED, Additive
+from retrograd.core.digits import (
+    LARGEST,
+    Position,
+    Words,
+    divide,
+    multiply,
+    positions,
+    ratio_of,
+)
+from retrograd.core.updates import (
+    TRUSTED,
+    Additive,
+    BdiaUpdate,
+    Coupling,
+    Mapped,
+    Overwrite,
+    Scaled,
+)
 
 _SIGNIFICAND = {torch.float32: 24, torch.float64: 53}
 _DEFAULT_BITS = {torch.float32: 12, torch.float64: 32}
 _STREAM_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+AnyStep = Any  # a `program.Step`: that file imports this one
 
 DriftAction = Literal["warn", "raise", "ignore"]
 
@@ -130,7 +152,88 @@ class OnGrid(Additive):
         return y.sub_(self.grid.rounded(out, y.dtype))
 
 
-TRUSTED.add(OnGrid)
+@dataclass(frozen=True)
+class OverwriteOnGrid(Overwrite):
+    """`Overwrite` for a stream that other updates rebuild."""
+
+    grid: Grid
+
+    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+        return self.grid.round(out, x.dtype)
+
+
+@dataclass(frozen=True)
+class ScaledOnGrid(Coupling):
+    """`Scaled`, and what follows from it, on a grid: `y = a * x + round(addend)`.
+
+    Its rules take the words of a store after `x`, and return them after `y`.
+    """
+
+    coupling: Scaled
+    grid: Grid
+    at: Position | None  # of its store; None where a is 1 or -1 (nothing is lost), or 0 (all is)
+    stores_digits = True
+
+    def forward(self, x: Tensor, words: Words, *out: Tensor) -> tuple[Tensor, Words]:  # type: ignore[override]
+        value, words = self._multiple(x.detach(), words)
+        sign = self._sign(x, out)
+        scaled = _Multiple.apply(x, value * sign, self.coupling.a * sign)
+        return scaled + self.grid.round(self.coupling.addend(*out), x.dtype), words
+
+    def inverse(self, y: Tensor, words: Words, *out: Tensor) -> tuple[Tensor, Words]:  # type: ignore[override]
+        scaled = y - self.grid.rounded(self.coupling.addend(*out), y.dtype)
+        scaled = scaled * self._sign(y, out)
+        if self.at is None:
+            return scaled * self.coupling.a, words  # its own inverse: 1 or -1
+        whole, words = divide(self._to_whole(scaled), words, self.at)
+        return self._from_whole(whole, y), words
+
+    def _multiple(self, x: Tensor, words: Words) -> tuple[Tensor, Words]:
+        if self.at is None:
+            return x * self.coupling.a, words
+        whole, words = multiply(self._to_whole(x), words, self.at)
+        return self._from_whole(whole, x), words
+
+    def _sign(self, x: Tensor, out: tuple[Tensor, ...]) -> Any:
+        """The sign of each sample, where the coupling draws one: see `BdiaUpdate`."""
+        return out[1].to(x.dtype) if isinstance(self.coupling, BdiaUpdate) else 1.0
+
+    def _to_whole(self, x: Tensor) -> Tensor:
+        real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+        steps = real * 2.0 ** self.grid.bits_of(real.dtype)
+        assert self.at is not None
+        is_small = real.dtype == torch.float32 and self.at.ratio.n < 64
+        return steps.to(torch.int32 if is_small else torch.int64)
+
+    def _from_whole(self, whole: Tensor, like: Tensor) -> Tensor:
+        dtype = like.dtype.to_real()
+        real = whole.to(dtype).mul_(2.0 ** -self.grid.bits_of(dtype))
+        return torch.view_as_complex(real) if like.is_complex() else real
+
+
+class _Multiple(torch.autograd.Function):
+    """`value`, with the gradient of `factor * x`, which it equals but for rounding."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, value: Tensor, factor: Any) -> Tensor:  # type: ignore[override]
+        return value
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # type: ignore[override]
+        ctx.factor = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad * ctx.factor, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:  # type: ignore[override]
+        return tangent * ctx.factor
+
+
+TRUSTED.update((OnGrid, OverwriteOnGrid, ScaledOnGrid))
 
 
 class Precision:
@@ -150,7 +253,6 @@ class Precision:
         self.width = stream_dtype or torch.float32  # streams are at least this wide
         if self.grid is not None:
             self._check_grid(self.grid)
-            self.on_grid = OnGrid(self.grid)
             self.width = self.grid.dtype or self.width
 
     def _check_grid(self, grid: Grid) -> None:
@@ -172,22 +274,58 @@ class Precision:
             text += f", drift={self.drift!r}"
         return text
 
-    def coupling(
+    def check(
         self,
         coupling: Any,
         where: str,
-    ) -> Any:
-        """The coupling, on the grid if there is one. Raises for one that cannot be exact."""
+    ) -> None:
+        """Raise for a coupling that cannot be exact, if it is to be."""
+        if self.grid is None or type(coupling) in (Additive, Overwrite, Mapped):
+            return
+        if not isinstance(coupling, Scaled) or type(coupling) not in TRUSTED:
+            raise ValueError(
+                f"{where}: exact reversal needs additive or scaled couplings, and this one is "
+                f"{coupling!r}. Multiplying a stream by what a function returns loses bits that no "
+                "later step brings back. Use rg.Additive() or rg.Scaled(a), or exact=False with "
+                "drift='raise' to be told when rounding errors grow."
+            )
+        if coupling.a and ratio_of(coupling.a) is None:
+            raise ValueError(
+                f"{where}: exact reversal multiplies by ratios of whole numbers up to {LARGEST}, "
+                f"and {coupling.a!r} is none. Round it, for instance to {round(coupling.a, 2)!r}."
+            )
+
+    def on_grid(self, program: Sequence[AnyStep], rebuilt: set[str]) -> list[AnyStep]:
+        """The program with couplings on the grid, if there is one.
+
+        `rebuilt` are the streams that live on the grid: see `program.rebuilt_streams`.
+        """
         if self.grid is None:
-            return coupling
+            return list(program)
+        stores = {target: iter(self._positions(program, target)) for target in rebuilt}
+        return [
+            step._replace(coupling=self._coupling(step.coupling, stores[step.target]))
+            if step.target in rebuilt
+            else step
+            for step in program
+        ]
+
+    def _positions(self, program: Sequence[AnyStep], target: str) -> list[Position]:
+        """Of the store of a stream, at each update that loses digits."""
+        factors = [
+            step.coupling.a for step in program if step.target == target and _loses(step.coupling)
+        ]
+        return positions([ratio for ratio in map(ratio_of, factors) if ratio is not None])
+
+    def _coupling(self, coupling: Any, store: Iterator[Position]) -> Any:
+        assert self.grid is not None
         if type(coupling) is Additive:
-            return self.on_grid
-        raise ValueError(
-            f"{where}: exact reversal needs additive couplings, and this one is {coupling!r}. "
-            "Multiplying a stream by anything but a power of two loses bits that no later step "
-            "brings back. Use rg.Additive(), or exact=False with drift='raise' to be told when "
-            "rounding errors grow."
-        )
+            return OnGrid(self.grid)
+        if type(coupling) is Mapped:
+            return coupling  # tried, and refused if it is not exact
+        if type(coupling) is Overwrite:
+            return OverwriteOnGrid(self.grid)
+        return ScaledOnGrid(coupling, self.grid, next(store) if _loses(coupling) else None)
 
     def stream(self, leaf: Tensor) -> Tensor:
         """An input leaf as a stream: no narrower than `width`, and on the grid."""
@@ -198,6 +336,11 @@ class Precision:
             return leaf.to(dtype)
         # Plus zero: -0.0 would be rebuilt as 0.0, and a function may tell them apart.
         return self.grid.round(leaf, dtype) + 0.0
+
+
+def _loses(coupling: Any) -> bool:
+    """Whether a coupling multiplies by something else than 0, 1 and -1."""
+    return isinstance(coupling, Scaled) and coupling.a not in (0, 1, -1)
 
 
 def _check_arguments(

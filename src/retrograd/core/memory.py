@@ -26,11 +26,15 @@ class Choice(NamedTuple):
     - `output`: what its function returned. Recompute may stop as soon as autograd has its tensors.
     - `operations`: what these operations inside the function returned. They do not run again.
     - `streams`: all streams before it. Backward continues with them, so drift starts from zero.
+    - `rerun`: less than usual. The update reads its target (or overwrites it), and the target's
+      earlier value is not kept. Backward runs the updates before it once more, from the nearest one
+      that keeps its target. All of these must have the same target.
     """
 
     output: bool = False
     operations: frozenset[Operation] = frozenset()
     streams: bool = False
+    rerun: bool = False
 
 
 NOTHING = Choice()

@@ -18,7 +18,7 @@ from collections.abc import (
     Iterable,
     Sequence,
 )
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ from retrograd.core.tensors import (
     dtype_name,
 )
 from retrograd.core.updates import (
+    TRUSTED,
     Coupling,
     WithAux,
     is_trusted,
@@ -55,8 +56,13 @@ from retrograd.core.updates import (
 Output = list[tuple[Tensor, ...]]  # for each leaf of the target, what the coupling gets besides it
 
 
+# Where backward gets the earlier value of a target from: by undoing the coupling, with the output
+# of the function; because it was kept; or by the inverse of the function.
+TargetFrom = Literal["output", "kept", "inverse"]
+
+
 class Step(NamedTuple):
-    """One update, ready to run."""
+    """One update, ready to run. See `make_step`."""
 
     name: str
     target: str
@@ -65,9 +71,42 @@ class Step(NamedTuple):
     coupling: Coupling
     keywords: dict[str, str]  # from the function's name of an argument to the caller's
     returns: tuple[str, ...]  # what the coupling wants from the function
+    gets_reads: bool = False  # the coupling also gets the streams that the function reads
+    target_from: TargetFrom = "output"
+    inverse: Callable[..., Any] | None = None  # of the function
 
 
 Program = Sequence[Step]
+
+
+def make_step(
+    name: str,
+    target: str,
+    reads: tuple[str, ...],
+    fn: Callable[..., Any],
+    coupling: Coupling,
+    keywords: dict[str, str],
+    inverse: Callable[..., Any] | None = None,
+) -> Step:
+    target_from: TargetFrom = "output"
+    if inverse is not None:
+        target_from = "inverse"
+    elif target in reads or getattr(coupling, "is_lossy", False):
+        target_from = "kept"
+    returns = getattr(coupling, "returns", Coupling.returns)
+    gets_reads = getattr(coupling, "gets_reads", False)
+    return Step(
+        *(name, target, reads, fn, coupling, keywords, returns),
+        *(gets_reads, target_from, inverse),
+    )
+
+
+def rebuilt_streams(program: Program) -> set[str]:
+    """The streams whose earlier values are computed in backward, by at least one update.
+
+    Their sums have to be wide, or on a grid. Other streams are what plain autograd makes them.
+    """
+    return {step.target for step in program if step.target_from != "kept"}
 
 
 class HeldProgram(list[Step]):
@@ -82,6 +121,8 @@ class Application:
     __slots__ = (
         "arguments",
         "aux",
+        "digits",
+        "fits",
         "index",
         "inputs",
         "is_repeatable",
@@ -116,6 +157,8 @@ class Application:
         self.target = state[step.target]
         self.reads = reads  # what the function gets
         self.is_repeatable = True  # a guard says False if the function cannot run again
+        self.digits: tuple[Tensor, ...] | None = None  # the new store of the target, if it has one
+        self.fits = False  # the result surely has the shape and dtype of the target
 
     @property
     def where(self) -> str:
@@ -161,6 +204,67 @@ def combine(
     return tuple([rule(leaf, *out) for leaf, out in zip(target, output)])
 
 
+def with_reads(step: Step, output: Output, state: State) -> Output:
+    """An output, and the streams that its function reads, for a coupling that gets both."""
+    if not step.gets_reads:
+        return output
+    reads = [state[name] for name in step.reads]
+    return [(*out, *leaves) for out, *leaves in zip(output, *reads)]
+
+
+def couple(update: Application) -> None:
+    """Compute the new value of the target, and check that it fits."""
+    step = update.step
+    output = with_reads(step, update.output, update.state)
+    if getattr(step.coupling, "stores_digits", False):
+        couple_digits(update, step.coupling.forward, output)
+        return
+    if update.fits:
+        update.result = combine(step.coupling.forward, update.target, output)
+        return
+    try:
+        update.result = combine(step.coupling.forward, update.target, output)
+    except RuntimeError as error:
+        raise misfit_of(update, update.target) or error from error
+    if step.target_from == "output" and not getattr(step.coupling, "changes_shape", False):
+        check_result(update)
+
+
+def uncouple(update: Application) -> None:
+    """Take the output of the function back out of the target."""
+    step = update.step
+    output = with_reads(step, update.output, update.state)
+    with torch.no_grad():
+        if getattr(step.coupling, "stores_digits", False):
+            couple_digits(update, step.coupling.inverse, output)
+        else:
+            update.result = combine(step.coupling.inverse, update.target, output)
+
+
+def digits_of(stream: str) -> str:
+    """The name under which the state has the store of a stream."""
+    return f"digits of {stream}"
+
+
+def couple_digits(
+    update: Application,
+    rule: Callable[..., Any],
+    output: Output,
+) -> None:
+    """Apply a rule of a coupling that stores digits."""
+    stored = update.state.get(digits_of(update.step.target), ())
+    leaves = len(update.target)
+    results = []
+    words: list[tuple[Tensor, ...]] = []
+    for i, (leaf, out) in enumerate(zip(update.target, output)):
+        result, changed = rule(leaf, stored[i::leaves], *out)
+        results.append(result)
+        words.append(changed)
+    update.result = tuple(results)
+    # Word by word, and of each word leaf by leaf.
+    update.digits = tuple([word for same in zip(*words) for word in same])
+
+
 class Pass:
     """One pass of `program` over `streams`, as plain autograd.
 
@@ -187,9 +291,9 @@ class Pass:
         self.caller_dtypes: dict[str, Dtypes] = {}
         self.dtypes = self.caller_dtypes  # in which functions read the streams
         self.casts: State = {}  # streams as hooks on a block cast them: [Note: hooks that cast]
-        targets = {step.target for step in program}
+        rebuilt = rebuilt_streams(program)
         for name, value in streams.items():
-            self._open(name, value, precision if name in targets else None)
+            self._open(name, value, precision if name in rebuilt else None)
 
     def _open(
         self,
@@ -237,13 +341,13 @@ class Pass:
 
     def streams(self) -> dict[str, Any]:
         """The streams as the caller gets them, in the dtypes of the input."""
-        return {name: self.read(name) for name in self.state}
+        return {name: self.read(name) for name in self.specs}
 
     # --- updates
 
     def update(self, step: Step) -> None:
         """Apply the next update."""
-        self._apply(step, step.coupling.forward)
+        self._apply(step, couple)
         self.index += 1
 
     def undo(self, step: Step) -> None:
@@ -253,19 +357,24 @@ class Pass:
         that, and another kernel rounds differently. Its graph is dropped at once.
         """
         self.index -= 1
-        self._apply(step, torch.no_grad()(step.coupling.inverse))
+        if step.inverse is None:
+            self._apply(step, uncouple)
+        else:
+            arguments = {inner: self.keywords[outer] for inner, outer in step.keywords.items()}
+            value = step.inverse(self.read(step.target), **arguments)
+            self.state[step.target] = inverted_leaves(self.program, self.index, value, self.specs)
 
     def _apply(
         self,
         step: Step,
-        rule: Callable[..., Tensor],
+        rule: Callable[[Application], None],
     ) -> None:
         update = self._application(step)
         for before_function in self.guards.before_function:
             before_function(update)
         try:
             evaluate(update, self.keywords, self.guards)
-            update.result = combine(rule, update.target, update.output)
+            rule(update)
         except Exception as error:
             self._explain(error, update)
             raise
@@ -287,6 +396,8 @@ class Pass:
     def _accept(self, update: Application) -> None:
         """Replace the target by the result of an update."""
         self.state[update.step.target] = update.result
+        if update.digits is not None:
+            self.state[digits_of(update.step.target)] = update.digits
         if self.casts:
             self.casts.pop(update.step.target, None)
         if update.aux:
@@ -400,6 +511,7 @@ def check_output(update: Application, returned: Any) -> None:
     if update.spec is None and len(names) == 1 and isinstance(returned, Tensor):
         if returned.shape == target[0].shape and returned.dtype == target[0].dtype:
             update.output = [(returned,)]  # the usual case
+            update.fits = type(update.step.coupling) in TRUSTED
             return
     if isinstance(returned, WithAux):
         update.aux = (returned.aux,)
@@ -419,10 +531,10 @@ def _fitting_leaves(update: Application, value: Any) -> Leaves:
     leaves = flatten_like(value, update.spec)
     if leaves is None:
         raise _wrong_structure(update, value)
-    if getattr(update.step.coupling, "any_shape", False):
+    if update.step.target_from != "output" or getattr(update.step.coupling, "changes_shape", False):
         return leaves
     for target, out in zip(update.target, leaves):
-        if out.shape != target.shape or not _is_narrower(out.dtype, target.dtype):
+        if not _is_narrower(out.dtype, target.dtype):
             raise _wrong_leaf(update, target, out)
     # Trusted couplings accept narrower outputs, but nothing can subtract a bool.
     keeps = is_trusted(update.step.coupling)
@@ -430,6 +542,35 @@ def _fitting_leaves(update: Application, value: Any) -> Leaves:
     return [
         out if keeps and out.dtype != torch.bool else out.to(target.dtype) for out, target in pairs
     ]
+
+
+def check_result(update: Application) -> None:
+    """Raise unless the new value of the target has its shape and dtype."""
+    error = misfit_of(update, update.result)
+    if error is not None:
+        raise error
+
+
+def misfit_of(update: Application, result: Leaves) -> errors.RetrogradError | None:
+    """What is wrong with a result, or with an output that no result could be made of."""
+    for target, new, outputs in zip(update.target, result, update.output):
+        misfit = next((out for out in outputs if out.shape != target.shape), None)
+        fits = new.shape == target.shape and new.dtype == target.dtype
+        if not fits or (new is target and misfit is not None):
+            return _wrong_leaf(update, target, new if misfit is None else misfit)
+    return None
+
+
+def inverted_leaves(
+    program: Program, index: int, value: Any, specs: dict[str, Spec]
+) -> tuple[Tensor, ...]:
+    """What the inverse of a function returned, as leaves of its target."""
+    step = program[index]
+    leaves = flatten_like(value, specs[step.target])
+    if leaves is None:
+        what = f"{describe(value)} from its inverse; stream {step.target!r} has another structure"
+        raise errors.misfit(place(program, index), what, "return what fn was given.")
+    return tuple(leaves)
 
 
 def _is_narrower(dtype: torch.dtype, target: torch.dtype) -> bool:

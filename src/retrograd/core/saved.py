@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -73,10 +73,16 @@ def save_state(state: State, hooks: Hooks | None = None) -> SavedState:
 
     Each leaf is saved as an alias of its own, because `is_unshared` counts tensors, not names.
     """
-    return {
-        name: tuple([save(leaf.detach(), hooks) for leaf in leaves])
-        for name, leaves in state.items()
-    }
+    return {name: save_leaves(leaves, hooks) for name, leaves in state.items()}
+
+
+def save_leaves(leaves: Iterable[Tensor], hooks: Hooks | None = None) -> tuple[Saved, ...]:
+    return tuple([save(leaf.detach(), hooks) for leaf in leaves])
+
+
+def load_leaves(saved: Iterable[Saved], where: str, what: str) -> tuple[Tensor, ...]:
+    """The saved leaves of a stream, as new aliases."""
+    return tuple([leaf.get(where, what).detach() for leaf in saved])
 
 
 def load_state(
@@ -85,10 +91,7 @@ def load_state(
     what: str,
 ) -> State:
     """The saved streams, as new aliases."""
-    return {
-        name: tuple([leaf.get(where, what).detach() for leaf in leaves])
-        for name, leaves in saved.items()
-    }
+    return {name: load_leaves(leaves, where, what) for name, leaves in saved.items()}
 
 
 # --- keyword arguments

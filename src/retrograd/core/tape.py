@@ -51,7 +51,7 @@ from retrograd.core.program import (
     Pass,
     Program,
     Step,
-    combine,
+    couple,
     evaluate,
     place,
 )
@@ -61,6 +61,7 @@ from retrograd.core.saved import (
     SavedOutput,
     SavedState,
     save,
+    save_leaves,
     save_state,
 )
 from retrograd.core.streams import State, flatten, unflatten
@@ -157,15 +158,13 @@ class Tape(Pass):
             before_function(update)
         hooks = ForwardHooks(self.walk, self.index)
         choice = self.plan.choices.get(self.index, NOTHING)
-        if choice.streams:
-            hooks.streams = save_state(self.state)
+        target = self._save_before(update, choice, hooks)
         needs_grad = [leaf.requires_grad for leaf in update.inputs]
         self._run(update, hooks, choice)
         for after_update in self.guards.after_update:
             after_update(update)
         record = self._record(update, needs_grad)
-        if choice is not NOTHING or not update.is_repeatable:
-            self._keep(update, choice, hooks, record)
+        self._keep(update, choice, hooks, record, target)
         self.walk.remember(record, hooks)
         if self.index in self.sample:
             self.sample_bytes.append(activation_bytes(update.saved))
@@ -197,7 +196,7 @@ class Tape(Pass):
             else:
                 evaluate(update, self.keywords, self.guards)
             update.saved_by_function = len(update.saved)
-            update.result = combine(update.step.coupling.forward, update.target, update.output)
+            couple(update)
         except Exception as error:
             self._explain(error, update)
             raise
@@ -215,6 +214,7 @@ class Tape(Pass):
         record.dtypes = self.dtypes
         record.saved_by_function = update.saved_by_function
         record.output = None
+        record.target = None
         try:
             record.shapes = list(map(shape_and_dtype, update.saved))
         except RuntimeError:
@@ -226,13 +226,25 @@ class Tape(Pass):
         else:
             function.saved_shapes = record.shapes
         strides = list(map(stride_of, update.target))
-        record.strides = strides if strides != list(map(stride_of, update.result)) else None
+        is_same = strides == list(map(stride_of, update.result))
+        record.strides = None if is_same and update.step.inverse is None else strides
         return record
 
     def _keep(
-        self, update: Application, choice: Choice, hooks: ForwardHooks, record: Record
+        self,
+        update: Application,
+        choice: Choice,
+        hooks: ForwardHooks,
+        record: Record,
+        target: tuple[Saved, ...] | None,
     ) -> None:
-        """Keep what the plan chose, and everything of a function that cannot run again."""
+        """Keep what the plan chose, a target that cannot be rebuilt, and everything of a function
+        that cannot run again.
+        """
+        if target is not None:
+            self._keep_target(update, target, hooks, record)
+        if choice is NOTHING and update.is_repeatable:
+            return  # nearly always
         output = save_output(update.output, self._memory_of_state(update.index))
         if not update.is_repeatable:
             record.output = output
@@ -241,6 +253,29 @@ class Tape(Pass):
             hooks.output = output
         elif choice.output:
             record.output = output  # the graph will not hold the hooks
+
+    def _save_before(
+        self, update: Application, choice: Choice, hooks: ForwardHooks
+    ) -> tuple[Saved, ...] | None:
+        """Save what has to be saved before the function runs. Returns the target, if it must."""
+        if choice.streams:
+            hooks.streams = save_state(self.state)
+        elif update.step.target_from == "kept" and not choice.rerun:
+            return save_leaves(update.target, surrounding_hooks())
+        return None
+
+    def _keep_target(
+        self,
+        update: Application,
+        target: tuple[Saved, ...],
+        hooks: ForwardHooks,
+        record: Record,
+    ) -> None:
+        """Keep the earlier value of a target that cannot be rebuilt, if backward will need it."""
+        if update.saved and update.is_repeatable:
+            hooks.target = target
+        elif any(leaf.requires_grad for leaves in self.state.values() for leaf in leaves):
+            record.target = target  # the graph will not hold the hooks
 
     def _memory_of_state(self, index: int) -> set[int]:
         """Memory that the functions edit: an output may be a view of it."""
@@ -353,6 +388,7 @@ class ForwardHooks:
         "recording",
         "saved",
         "streams",
+        "target",
         "walk",
     )
 
@@ -368,6 +404,7 @@ class ForwardHooks:
         self.output: SavedOutput | None = None
         self.operations: dict[Operation, KeptOperation] = {}
         self.streams: SavedState | None = None
+        self.target: tuple[Saved, ...] | None = None  # the target before it, if that is kept
 
     @never_compiled
     def pack(self, tensor: Tensor) -> int:

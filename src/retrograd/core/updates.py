@@ -4,9 +4,10 @@ One update replaces one stream, its *target*, by a value that depends on other s
 
     stream[target] = coupling.forward(stream[target], fn(*[stream[r] for r in reads], **kwargs))
 
-`fn` never reads its target. So, given the streams afterwards, `fn` can run again on the same reads,
-and `coupling.inverse` takes its output back out of the target. Any list of updates therefore runs
-backwards.
+If `fn` does not read its target, then `fn` can run again on the same reads, given the streams
+afterwards, and `coupling.inverse` takes its output back out of the target. Any list of such updates
+runs backwards. If `fn` reads its target, or the coupling overwrites it, the target's earlier value
+cannot be rebuilt. It is kept: one stream, as checkpointing keeps the input of a layer.
 
 This file is arithmetic only. Gradients are never written by hand: autograd derives them from
 `forward`.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -46,7 +47,10 @@ class Coupling:
     """
 
     returns: tuple[str, ...] = ("out",)
-    any_shape = False  # True: the output need not have the shape of the target
+    is_lossy = False  # True: `forward` forgets the target, and there is no `inverse`
+    gets_reads = False  # True: it also gets the streams that the function reads
+    stores_digits = False  # True: see `exact.ScaledOnGrid`
+    changes_shape = False  # True: the new value of the target may have another shape
 
     if TYPE_CHECKING:  # a type cannot say how many `out` arguments there are
         forward: Callable[..., Tensor]
@@ -131,7 +135,41 @@ class Affine(Coupling):
 
 
 @dataclass(frozen=True)
-class Momentum(Coupling):
+class Scaled(Coupling):
+    """`y = a * x + out`, undone by `x = (y - out) / a`.
+
+    Undoing divides by `a`, so with `|a| < 1` rounding errors grow by `1 / |a|` for each update
+    walked back. `exact=True` has none, if `a` is a ratio of small whole numbers: what the
+    multiplication loses is stored, `log2(1 / |a|)` bits for each element (see `rg.Grid`).
+
+    Kept: nothing. Rebuilt: the target, in place where no one else sees it.
+    """
+
+    a: float
+
+    def __post_init__(self) -> None:
+        if self.a == 0 or not math.isfinite(self.a):
+            raise ValueError(
+                f"Scaled({self.a!r}): a must be a number other than zero, because undoing an "
+                "update divides by it. Try Scaled(0.9)."
+            )
+
+    def addend(self, out: Tensor) -> Tensor:
+        """What is added to the scaled target."""
+        return out
+
+    def forward(self, x: Tensor, *out: Tensor) -> Tensor:
+        return self.a * x + self.addend(*out)
+
+    def inverse(self, y: Tensor, *out: Tensor) -> Tensor:
+        return (y - self.addend(*out)) / self.a
+
+    def inverse_(self, y: Tensor, *out: Tensor) -> Tensor:
+        return y.sub_(self.addend(*out)).div_(self.a)
+
+
+@dataclass(frozen=True)
+class Momentum(Scaled):
     """A residual network with momentum. Each function updates a velocity `v` and a position `x`:
 
         v = gamma * v + (1 - gamma) * f(x)
@@ -142,27 +180,25 @@ class Momentum(Coupling):
     function is followed by its step of the position; stream 1 is the velocity and stream 2 the
     position. Start at rest with `streams=rg.AtRest()`.
 
-    Undoing divides by gamma, so rounding errors grow by `1 / gamma` for each function walked back.
+    The first line is `Scaled(gamma)` with `(1 - gamma) * f(x)` added: rounding errors grow by
+    `1 / gamma` for each function walked back, and `exact=True` has none.
     """
 
+    a: float = field(init=False, repr=False)
     gamma: float
 
-    def __post_init__(self) -> None:
-        if not 0 < self.gamma < 1:
+    def __init__(self, gamma: float) -> None:
+        if not 0 < gamma < 1:
             raise ValueError(
-                f"Momentum(gamma={self.gamma!r}): gamma must lie strictly between 0 and 1, "
-                "because undoing an update divides by it and 1 would leave the functions out. Try "
+                f"Momentum(gamma={gamma!r}): gamma must lie strictly between 0 and 1, because "
+                "undoing an update divides by it and 1 would leave the functions out. Try "
                 "Momentum(0.9)."
             )
+        object.__setattr__(self, "gamma", gamma)
+        object.__setattr__(self, "a", gamma)
 
-    def forward(self, x: Tensor, out: Tensor) -> Tensor:
-        return self.gamma * x + (1 - self.gamma) * out
-
-    def inverse(self, y: Tensor, out: Tensor) -> Tensor:
-        return (y - (1 - self.gamma) * out) / self.gamma
-
-    def inverse_(self, y: Tensor, out: Tensor) -> Tensor:  # type: ignore[override]
-        return y.sub_((1 - self.gamma) * out).div_(self.gamma)
+    def addend(self, out: Tensor) -> Tensor:
+        return (1 - self.gamma) * out
 
     def pair(self) -> PairProgram:
         f, g = ("x1", "f", ("x2",)), ("x1", "g", ("x2",))
@@ -170,8 +206,86 @@ class Momentum(Coupling):
         return (f, move, g, move)
 
 
+@dataclass(frozen=True)
+class TwoStepUpdate(Scaled):
+    """`y = previous * x + current * b + scale * out`, where b is what the function reads.
+
+    One step of a rule (`retrograd.rules`): x is the state before b, and y the one after it. The
+    coupling gets b itself, in the width of the streams; the function may have read a narrower copy.
+    """
+
+    a: float = field(init=False, repr=False)
+    previous: float = 1.0
+    current: float = 0.0
+    scale: float = 1.0
+    gets_reads = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "a", self.previous)
+
+    @property
+    def is_lossy(self) -> bool:  # type: ignore[override]
+        return self.a == 0
+
+    def addend(self, out: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
+        added = out.to(b.dtype)
+        if self.scale != 1:
+            added = self.scale * added
+        return self.current * b + added if self.current else added
+
+    def forward(self, x: Tensor, *out: Tensor) -> Tensor:
+        if self.a == 0:
+            return self.addend(*out)
+        return (x if self.a == 1 else self.a * x) + self.addend(*out)
+
+
+@dataclass(frozen=True)
+class BdiaUpdate(Scaled):
+    """`y = s * a * x + (1 - s * a) * b + (1 + s * a) * out`, where s is a sign for each sample."""
+
+    returns = ("out", "sign")
+    gets_reads = True
+
+    def addend(self, out: Tensor, sign: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
+        gamma = (self.a * sign).to(b.dtype)
+        return (1 - gamma) * b + (1 + gamma) * out
+
+    def forward(self, x: Tensor, *out: Tensor) -> Tensor:
+        return (self.a * out[1]).to(x.dtype) * x + self.addend(*out)
+
+    def inverse(self, y: Tensor, *out: Tensor) -> Tensor:
+        return (y - self.addend(*out)) * out[1].to(y.dtype) / self.a
+
+    def inverse_(self, y: Tensor, *out: Tensor) -> Tensor:
+        return y.sub_(self.addend(*out)).mul_(out[1]).div_(self.a)
+
+
+@dataclass(frozen=True)
+class Overwrite(Coupling):
+    """`y = out`. The target is lost, so its earlier value is kept."""
+
+    is_lossy = True
+
+    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+        return out
+
+    def inverse(self, y: Tensor, out: Tensor) -> Tensor:
+        raise AssertionError("an overwritten target is kept, not rebuilt")
+
+
+@dataclass(frozen=True)
+class Mapped(Overwrite):
+    """`y = out`, where out is an invertible map of the target."""
+
+    is_lossy = False
+    changes_shape = True
+
+
 # Proven by the tests. A user's own coupling, or a subclass of these, is tried on live data instead.
-TRUSTED: set[type] = {Additive, Affine, Momentum}
+TRUSTED: set[type] = {
+    *(Additive, Affine, Scaled, Momentum),
+    *(TwoStepUpdate, BdiaUpdate, Overwrite, Mapped),
+}
 
 
 def is_trusted(coupling: object) -> bool:

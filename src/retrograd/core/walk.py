@@ -6,6 +6,10 @@ and the walk takes a step:
     output = fn(*reads)                           run again; what autograd saves is collected
     target = coupling.inverse(target, output)     now the streams are those before update i
 
+An update that reads its target, or overwrites it, cannot be undone by its output. Then the target's
+earlier value comes first: it was kept, or the inverse of the function gives it. After that the
+function runs again, for what autograd saves.
+
 A walk belongs to one forward call. It is in one of two states:
 
     idle       `position` is None: no streams are at hand
@@ -67,9 +71,13 @@ from retrograd.core.program import (
     HeldProgram,
     Output,
     Program,
-    combine,
+    couple,
+    couple_digits,
+    digits_of,
     evaluate,
+    inverted_leaves,
     place,
+    with_reads,
 )
 from retrograd.core.saved import (
     PLAIN_TYPES,
@@ -79,6 +87,7 @@ from retrograd.core.saved import (
     SavedState,
     content_of,
     leaf_view,
+    load_leaves,
     load_state,
     save_state,
 )
@@ -135,6 +144,7 @@ class Record:
         "saved_by_function",
         "shapes",
         "strides",
+        "target",
     )
 
     needs_grad: list[bool]  # of the target's leaves, then of the leaves of each read
@@ -143,6 +153,7 @@ class Record:
     saved_by_function: int  # how many of them the function saved; the coupling saved the rest
     strides: list[tuple[int, ...]] | None  # of the target before it, if the update changed them
     output: SavedOutput | None  # kept where the function does not run again
+    target: tuple[Saved, ...] | None  # the target before it, if that is kept and no hooks live
     may_stop_early: bool  # see `watch.Usage`
 
 
@@ -220,6 +231,7 @@ class Walk:
         self.position: int | None = None
         self.state: State = {}
         self.anchor: StartingPoint | None = None
+        self.reruns: dict[int, tuple[Tensor, ...]] = {}  # targets before updates that ran once more
         self.newest = -1  # no hooks after this update are alive
         self.backward = -1  # the run of backward that walked last
 
@@ -379,7 +391,7 @@ class Walk:
             saved = recompute.hooks.saved
             recompute.hooks.saved = []
         if undo and self.position != index:
-            recompute.undo(output)
+            recompute.undo(output)  # not done yet
         if hooks is not None and self.records[index].output is None:
             hooks.saved = saved  # type: ignore[assignment]
         if undo:
@@ -391,6 +403,10 @@ class Walk:
         step = self.program[index]
         target = self.state[step.target]
         coupling = step.coupling
+        output = with_reads(step, output, self.state)
+        if getattr(coupling, "stores_digits", False):
+            self._rebuild_with_digits(index, output)
+            return
         in_place = coupling.inverse
         if has_inverse_in_place(type(coupling)):
             in_place = coupling.inverse_
@@ -408,6 +424,27 @@ class Walk:
         finally:
             set_grad_mode(gradients)
         self.state[step.target] = tuple(rebuilt)
+        self.position = index
+
+    def _rebuild_with_digits(self, index: int, output: Output) -> None:
+        step = self.program[index]
+        update = Application(self.program, index, self.state, self.specs[step.target], [])
+        update.output = output
+        self.position = None  # rule 6
+        with torch.no_grad():
+            couple_digits(update, step.coupling.inverse, output)
+        strides = self.records[index].strides
+        if strides is not None:
+            update.result = tuple(map(with_strides, update.result, strides))
+        assert update.digits is not None
+        self.state[step.target] = update.result
+        self.state[digits_of(step.target)] = update.digits
+        self.position = index
+
+    def restore_target(self, index: int, target: tuple[Tensor, ...]) -> None:
+        """Put back the target before update `index`."""
+        self.position = None
+        self.state[self.program[index].target] = target
         self.position = index
 
     def resume_from(self, index: int, streams: SavedState) -> None:
@@ -440,7 +477,11 @@ class Recompute:
             forward_hooks is not None
             and record.may_stop_early
             and not walk.guards.need_output
-            and (forward_hooks.output is not None or forward_hooks.streams is not None)
+            and (
+                forward_hooks.output is not None
+                or forward_hooks.streams is not None
+                or self.step.target_from != "output"
+            )
             and len(record.shapes) == record.saved_by_function
         )
         self.hooks = RecomputeHooks(record.saved_by_function if self.stops_early else None)
@@ -453,6 +494,10 @@ class Recompute:
         """
         record = self.record
         coupling_saves = len(record.shapes) > record.saved_by_function
+        if undo and self.step.target_from != "output":
+            self._restore_target()
+            if self.forward_hooks is None:  # nobody wants what autograd saves
+                return None
         try:
             push_hooks(self.hooks.pack, self.hooks.unpack)
             if record.output is not None:
@@ -461,7 +506,8 @@ class Recompute:
             else:
                 output = self._run_function()
                 self._compare(record.shapes[: record.saved_by_function])
-            if undo and (coupling_saves or type(self.step.coupling) not in TRUSTED):
+            is_undone = self.walk.position == self.index
+            if undo and not is_undone and self._must_undo_at_once(coupling_saves):
                 self.undo(output)  # the inverse of a user's own may depend on what is put back
             if coupling_saves:
                 self._run_coupling(output)
@@ -473,11 +519,39 @@ class Recompute:
                 after_recompute(self.index, self.hooks.saved, output, self.walk.state)
         return output
 
+    def _must_undo_at_once(self, coupling_saves: bool) -> bool:
+        return coupling_saves or type(self.step.coupling) not in TRUSTED
+
+    def _restore_target(self) -> None:
+        """Make the state that before the update, whose function does not have to run for that."""
+        walk = self.walk
+        hooks = self.forward_hooks
+        if hooks is not None and hooks.streams is not None:
+            walk.resume_from(self.index, hooks.streams)
+        elif self.step.inverse is not None:
+            walk.restore_target(self.index, self._inverted())
+        else:
+            walk.restore_target(self.index, Rerun(walk, self.index).target())
+
+    def _inverted(self) -> tuple[Tensor, ...]:
+        """The target before the update, by the inverse of its function."""
+        walk = self.walk
+        step = self.step
+        keywords = walk.arguments.get() if step.keywords else {}
+        arguments = {inner: keywords[outer] for inner, outer in step.keywords.items()}
+        value = read(walk.state[step.target], walk.specs[step.target], None)
+        assert step.inverse is not None
+        with torch.no_grad():
+            value = step.inverse(value, **arguments)
+        leaves = inverted_leaves(walk.program, self.index, value, walk.specs)
+        strides = self.record.strides
+        return leaves if strides is None else tuple(map(with_strides, leaves, strides))
+
     def _run_function(self) -> Output | None:
         """What the function returns; None if its output is not needed."""
         walk = self.walk
         hooks = self.forward_hooks
-        update = self._application()
+        update = self.application()
         keywords = walk.arguments.get() if self.step.keywords else {}
         try:
             if hooks is None or not hooks.operations:
@@ -497,7 +571,7 @@ class Recompute:
         assert hooks is not None
         return None if hooks.output is None else self._load(hooks.output)
 
-    def _application(self) -> Application:
+    def application(self) -> Application:
         """The update, with reads that have the `requires_grad` and the dtypes of forward."""
         walk = self.walk
         step = self.step
@@ -528,9 +602,19 @@ class Recompute:
     def _run_coupling(self, output: Output | None) -> None:
         """Run the coupling again, for the tensors that autograd saves of it."""
         assert output is not None
-        leaves = self.walk.state[self.step.target]
-        target = list(map(leaf_view, leaves, self.record.needs_grad))
-        combine(self.step.coupling.forward, target, output)
+        step = self.step
+        leaves = self.walk.state[step.target]
+        needs_grad = iter(self.record.needs_grad)
+        update = Application(self.walk.program, self.index, self.walk.state, None, [])
+        update.target = tuple([leaf_view(leaf, next(needs_grad)) for leaf in leaves])
+        update.output = output
+        if step.gets_reads:
+            reads = {
+                name: tuple([leaf_view(leaf, next(needs_grad)) for leaf in self.walk.state[name]])
+                for name in step.reads
+            }
+            update.state = {**self.walk.state, **reads}
+        couple(update)
 
     def _compare(self, shapes: list[ShapeAndDtype]) -> None:
         """Raise unless autograd saved again what it saved in forward."""
@@ -546,6 +630,83 @@ class Recompute:
         where = f"backward through {place(self.walk.program, self.index)}"
         what = "an output that was kept"
         return [tuple([saved.get(where, what) for saved in leaf]) for leaf in output]
+
+
+class Rerun:
+    """The target before an update that cannot be rebuilt, and perhaps was not kept.
+
+    If it was not, updates run once more, from the nearest one whose target was: they all have the
+    same target. What they make stays until the walk gets there.
+    """
+
+    def __init__(self, walk: Walk, index: int) -> None:
+        self.walk = walk
+        self.index = index
+
+    def target(self) -> tuple[Tensor, ...]:
+        walk = self.walk
+        if self.index in walk.reruns:
+            return walk.reruns.pop(self.index)
+        start = self.index
+        while (kept := self._kept(start)) is None:
+            start -= 1
+        target = kept
+        for index in range(start, self.index):
+            target = self._run(index, target)
+            walk.reruns[index + 1] = target
+        walk.reruns.pop(self.index, None)
+        return target
+
+    def _kept(self, index: int) -> tuple[Tensor, ...] | None:
+        """The target before update `index`, if it is at hand."""
+        walk = self.walk
+        if index < 0 or walk.program[index].target != walk.program[self.index].target:
+            raise errors.already_passed(place(walk.program, self.index))
+        if index in walk.reruns:
+            return walk.reruns[index]
+        hooks = walk.hooks[index]()
+        saved = walk.records[index].target if hooks is None else hooks.target
+        if saved is None and hooks is not None and hooks.streams is not None:
+            saved = hooks.streams[walk.program[index].target]
+        if saved is None:
+            return None
+        where = f"backward through {place(walk.program, index)}"
+        return load_leaves(saved, where, "a stream that was kept")
+
+    def _run(self, index: int, target: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The target after update `index`. What autograd saves is dropped at once."""
+        walk = self.walk
+        step = walk.program[index]
+        back = Undo()
+        gradients = torch.is_grad_enabled()
+        before = walk.state
+        depth = recomputing.depth
+        try:
+            recomputing.depth = depth + 1
+            for before_recompute in walk.guards.before_recompute:
+                before_recompute(index, back)
+            set_grad_mode(True)
+            walk.state = {**before, step.target: target}
+            recompute = Recompute(walk, index, None)
+            update = recompute.application()
+            update.target = tuple(map(leaf_view, target, walk.records[index].needs_grad))
+            push_hooks(_drop, _drop)
+            try:
+                evaluate(update, walk.arguments.get() if step.keywords else {}, walk.guards)
+                couple(update)
+            finally:
+                pop_hooks()
+        finally:
+            recomputing.depth = depth
+            walk.state = before
+            set_grad_mode(gradients)
+            back.run()
+        return tuple([leaf.detach() for leaf in update.result])
+
+
+@never_compiled
+def _drop(tensor: object) -> None:
+    """A hook that keeps nothing."""
 
 
 class RecomputeHooks:
