@@ -8,6 +8,16 @@
 // [Note: aliases] An operation runs on CPU tensors that alias the memory of the device's tensors.
 // What it returns becomes tensors of the device, again without a copy: a view of an argument is a
 // view of the device's storage, and new memory is adopted by a storage of the device.
+//
+// What is not as on CUDA:
+// - Work is done at once. Streams and events order nothing, and pinned copies need no waiting for.
+// - `x[mask] = 1.0` waits: only for CUDA, Python leaves the number on the host.
+// - Memory that a kernel uses meanwhile is not counted, and memory is not cached or rounded up.
+// - Every draw advances a generator by 4, whatever its size.
+// - Attention is composed of matrix products, and there are no fused cells (LSTM, GRU), no sparse,
+//   quantized or nested tensors.
+// - Operations that draw and take no generator (`native_dropout`) use the default generator of the
+//   CPU meanwhile, so two threads must not run them at once.
 
 #include <algorithm>
 #include <array>
@@ -18,8 +28,8 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -752,11 +762,25 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   m.impl("record_stream", record_stream);
   m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
-  // Kernels of the CPU, where torch would compose the operation of others, or has no kernel.
-  for (const auto* name :
-       {"convolution", "convolution_backward", "index.Tensor", "native_group_norm",
-        "native_layer_norm"}) {
+  // They have no kernel for the CPU by themselves, and none that a device could use.
+  for (const auto* name : {"convolution", "convolution_backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  }
+}
+
+// The device has a kernel of its own for every operation that the CPU has one for. Otherwise torch
+// would compose some of them of others.
+void register_kernels() {
+  static torch::Library library(
+      torch::Library::IMPL, "aten", DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getRegistrationsForDispatchKey(DispatchKey::CPU)) {
+    auto op = dispatcher.findOp(name);
+    if (name.name.rfind("aten::", 0) == 0 && op &&
+        !op->hasKernelForDispatchKey(DispatchKey::PrivateUse1)) {
+      auto full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+      library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+    }
   }
 }
 
@@ -835,7 +859,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void uncheckedSetDevice(Device device) const noexcept override {
-    current = device.index();
+    current = std::max(device.index(), DeviceIndex(0));
   }
 
   c10::Stream getStream(Device device) const override {
@@ -980,6 +1004,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
   c10::SetAllocator(KIND, &allocator);
+  register_kernels();
   m.def("device_count", []() { return int(DEVICES); });
   m.def("current_device", []() { return int(current); });
   m.def("set_device", [](int device) { current = checked(DeviceIndex(device)); });
