@@ -100,6 +100,22 @@ def without(names: tuple[str, ...]) -> Iterator[None]:
         rgdev.native.set_statistics(True)
 
 
+@contextlib.contextmanager
+def capture() -> Iterator[None]:
+    """What the capture of a CUDA graph forbids raises: waits, and reading states of generators.
+
+    Unlike there, the work is done at once.
+    """
+    rgdev.is_capturing = True
+    try:
+        with waiting() as names:
+            yield
+    finally:
+        rgdev.is_capturing = False
+    if names:
+        raise RuntimeError(f"the host waited for the device inside a capture: {names}")
+
+
 # --- building
 
 

@@ -64,6 +64,20 @@ def synchronize(device: Any = None) -> None:
     native.synchronize()
 
 
+# --- graphs: see `tests.device.capture`
+
+is_capturing = False
+
+
+def is_current_stream_capturing() -> bool:
+    return is_capturing
+
+
+def _not_while_capturing() -> None:
+    if is_capturing:
+        raise RuntimeError("the state of a generator cannot be read while a graph is captured")
+
+
 # --- generators
 
 
@@ -85,10 +99,12 @@ def initial_seed() -> int:
 
 
 def get_rng_state(device: Any = None) -> Tensor:
+    _not_while_capturing()
     return default_generators[_index(device)].get_state()
 
 
 def set_rng_state(new_state: Tensor, device: Any = None) -> None:
+    _not_while_capturing()
     default_generators[_index(device)].set_state(new_state)
 
 
