@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import retrograd as rg
+from tests import own_process
 
 torch.set_num_threads(1)
 
@@ -20,6 +21,7 @@ SLOW = (
     "test_compatibility.py",
     "test_fsdp.py",
     "test_budget.py",
+    "test_device.py",
     "test_operations.py",
     "test_packaging.py",
     "test_examples.py",
@@ -28,6 +30,10 @@ SLOW = (
     "test_check.py",
     "test_docs.py",
 )
+
+
+def pytest_configure(config):
+    own_process.configure(config)
 
 
 def pytest_collection_modifyitems(items):

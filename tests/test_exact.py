@@ -5,6 +5,7 @@ to the bit.
 import contextlib
 import copy
 import functools
+import os
 import re
 
 import pytest
@@ -82,20 +83,22 @@ def check(make, x):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16-autocast"])
-def test_256_blocks_and_ten_steps_of_adamw(dtype):
+def test_256_blocks_and_steps_of_adamw(dtype):
+    steps = 10 if "RETROGRAD_FUZZ" in os.environ else 3
+
     def train(memory):
         stack = routed(256, memory=memory)
         optimizer = torch.optim.AdamW(stack.parameters(), lr=1e-3)
         x = torch.randn(2, 8, 16, requires_grad=True)
         seen = []
-        for i in range(10):
+        for i in range(steps):
             torch.manual_seed(i)
             with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
                 y = stack(x)
             optimizer.zero_grad()
             x.grad = None
             y.square().mean().backward()
-            if i in (0, 9):
+            if i in (0, steps - 1):
                 seen.append(
                     [
                         y.detach(),

@@ -326,8 +326,8 @@ def test_importing_adds_nothing_that_only_commands_tests_or_others_need(added):
 
 
 def test_importing_makes_few_calls_beside_those_of_torch():
-    """Function calls, of Python and of C, counted by the interpreter: 15 thousand, and 1.3 million
-    of torch.
+    """Function calls, of Python and of C, counted by the interpreter: 32 thousand, and 1.3 million
+    of torch. Most of them make the small classes: 300 for each named tuple.
     """
     code = """
 import sys
@@ -343,7 +343,7 @@ sys.setprofile(None)
 print(of_torch, calls)
 """
     of_torch, ours = map(int, importing(code).split())
-    assert ours < of_torch / 40, (ours, of_torch)
+    assert ours < of_torch / 30, (ours, of_torch)
 
 
 def test_importing_takes_little_time_beside_that_of_torch():

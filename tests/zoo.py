@@ -174,10 +174,11 @@ def plain_program(net: rg.Reversible, streams: dict[str, Any], **kwargs: Any) ->
 
 def loss(value: Any) -> Tensor:
     """A scalar whose gradient differs for every element."""
-    return sum(
-        (leaf.sin() * torch.arange(leaf.numel(), dtype=leaf.dtype).view_as(leaf).cos()).sum()
-        for leaf in leaves(value)
-    )
+    return sum((leaf.sin() * _weights(leaf)).sum() for leaf in leaves(value))
+
+
+def _weights(leaf: Tensor) -> Tensor:
+    return torch.arange(leaf.numel(), dtype=leaf.dtype, device=leaf.device).view_as(leaf).cos()
 
 
 def gradients(module: nn.Module, output: Any, *inputs: Any) -> list[Tensor | None]:

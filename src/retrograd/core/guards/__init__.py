@@ -125,7 +125,8 @@ def guards_of_inspection(
     if is_verified:
         drift = find(guards, Drift)
         epsilon = drift.epsilon if drift is not None else 0.0
-        added.append(Verify(program, structure, watching, precision, notices, epsilon))
+        readback = drift.readback if drift is not None else Readback()
+        added.append(Verify(program, structure, watching, precision, notices, epsilon, readback))
     return added
 
 

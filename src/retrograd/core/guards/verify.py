@@ -30,6 +30,7 @@ from retrograd.core.guards.drift import report
 from retrograd.core.guards.watching import Watching
 from retrograd.core.private import is_fake
 from retrograd.core.program import Application, Output, Program, place
+from retrograd.core.readback import Readback
 from retrograd.core.saved import Saved
 from retrograd.core.streams import State
 from retrograd.core.structure import Notices, Structure
@@ -74,7 +75,9 @@ class Verify(Guard):
         precision: Precision,
         notices: Notices,
         epsilon: float,
+        readback: Readback,
     ) -> None:
+        self.readback = readback
         self.watching = watching
         self.program = program
         self.structure = structure
@@ -147,6 +150,7 @@ class Verify(Guard):
         found = difference(before, after, floor, limit)
         if before is None or found.off <= limit:
             return
+        self.readback.read()  # a value beyond the grid explains it better
         error = errors.not_repeated(place(self.program, index), what, before.kind, found.off, limit)
         if self.is_exact or drift == 0 or not found.is_rare:
             raise error
