@@ -4,8 +4,23 @@
 from retrograd.sequence import ReversibleSequence as ReversibleSequence
 from retrograd.core.streams import Duplicate as Duplicate, Split as Split, AtRest as AtRest
 
+# a residual network: a list of single layers, and the rule by which its states follow each other
+from retrograd.residual import Residual as Residual
+from retrograd.rules import (
+    Euler as Euler,
+    Midpoint as Midpoint,
+    Leapfrog as Leapfrog,
+    Blend as Blend,
+    Bdia as Bdia,
+    TwoStep as TwoStep,
+)
+
 # the general case: a program of updates over named streams
-from retrograd.reversible import Reversible as Reversible, Update as Update
+from retrograd.reversible import (
+    Reversible as Reversible,
+    Update as Update,
+    Transform as Transform,
+)
 from retrograd.core.updates import WithAux as WithAux
 
 # how a function's output enters its target
@@ -13,6 +28,7 @@ from retrograd.core.updates import (
     Coupling as Coupling,
     Additive as Additive,
     Affine as Affine,
+    Scaled as Scaled,
     Momentum as Momentum,
 )
 

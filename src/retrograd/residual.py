@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from retrograd.core.exact import DriftAction, Grid
+from retrograd.core.exact import DriftAction, Grid, Precision
 from retrograd.core.memory import Anchor, Keep, MemoryMode, Reverse
 from retrograd.core.private import pytree
 from retrograd.core.program import Pass, Step, make_step
@@ -18,13 +18,12 @@ from retrograd.core.updates import (
     BdiaUpdate,
     Coupling,
     Overwrite,
-    Scaled,
     TwoStepUpdate,
     WithAux,
 )
 from retrograd.routing import by_update, check_all_taken
 from retrograd.rules import ORDINARY, Coefficients, Euler, Rule, growth
-from retrograd.stack import Blocks, Stack, check_function, detached, on_grid
+from retrograd.stack import Blocks, Stack, check_function, detached, flat, on_grid
 
 ERRORS = 1e3  # how much undoing may enlarge rounding errors between two kept states
 
@@ -70,9 +69,9 @@ class Residual(Stack):
         verify: VerifyCalls = "first",
     ) -> None:
         self._rule: Rule = Euler()
-        super().__init__(memory, exact, drift, stream_dtype, verify)
-        self.functions = _FunctionList(functions)
         self.skip = skip
+        super().__init__(memory, exact, drift, stream_dtype, verify)
+        self.functions = FunctionList(functions)
         self.route = route
         self.rule = rule
 
@@ -87,32 +86,38 @@ class Residual(Stack):
                 f"rule={rule!r}: pass rg.Euler(), rg.Midpoint(h), rg.Leapfrog(h), rg.Blend(a), "
                 "rg.Bdia(gamma) or rg.TwoStep(previous, current, scale)."
             )
-        self._check(rule, self.memory, self.precision.grid is not None)
+        before = self._rule
         self._rule = rule
-        self._set_precision(self.precision)
+        try:
+            self._check(self.memory, self.precision)
+        except Exception:
+            self._rule = before
+            raise
 
-    def _check(self, rule: Rule, memory: MemoryMode, exact: bool) -> None:
+    def _check(self, memory: MemoryMode, precision: Precision) -> None:
         """Raise if rounding errors would grow too much."""
-        factor = growth(rule.steps(len(self.functions), True))
-        if exact or factor == 1 or isinstance(memory, Keep):
+        super()._check(memory, precision)
+        depth = len(getattr(self, "functions", ()))
+        factor = growth(self.rule.steps(depth, True))
+        if precision.grid is not None or factor == 1 or isinstance(memory, Keep):
             return
-        layers = 2 * memory.every if isinstance(memory, Anchor) else len(self.functions)
+        layers = 2 * memory.every if isinstance(memory, Anchor) else depth
         if factor**layers > ERRORS:
             raise ValueError(
-                f"rule={rule!r}: undoing a layer divides by {1 / factor:.3g}, so rounding errors "
-                f"grow by {factor:.3g} for each layer, and {layers} layers are undone. Build it "
-                "with exact=True, which rounds nothing; or with memory=rg.Anchor(every=1) or "
+                f"rule={self.rule!r}: undoing a layer divides by {1 / factor:.3g}, so rounding "
+                f"errors grow by {factor:.3g} for each layer, and {layers} layers are undone. "
+                "Build it with exact=True, which rounds nothing; or with memory=rg.Anchor(1) or "
                 "rg.Keep()."
             )
 
     # --- what a stack defines
 
     def _couplings(self) -> Iterable[tuple[str, Coupling]]:
-        steps = self.rule.steps(len(self.functions), True)
-        return [(f"rule, layer {i}", self._coupling(step, i)) for i, step in enumerate(steps)]
+        steps = self.rule.steps(len(getattr(self, "functions", ())), True)
+        return [(f"rule, layer {i}", self._coupling(step)) for i, step in enumerate(steps)]
 
     def _functions(self) -> Iterable[tuple[nn.Module, str]]:
-        return [(self.functions, name) for name in self.functions.names()]
+        return self.functions.places()
 
     def extra_repr(self) -> str:
         skip = ", skip=True" if self.skip else ""
@@ -125,12 +130,190 @@ class Residual(Stack):
         """
         return super().forward(x, **kwargs)
 
-    def _coupling(self, step: Coefficients, index: int) -> Coupling:
+    def states(self, x: Any, /, **kwargs: Any) -> tuple[Any, Any]:
+        """The last two states, for `inverse`. Without gradients."""
+        with torch.no_grad():
+            blocks = self._blocks(x, kwargs)
+            run = self._pass(flat(blocks), self._open(x, "the input"), kwargs)
+            self._output(run, blocks)
+            streams = run.streams()
+        last = self._last_stream()
+        return streams["b" if last == "a" else "a"], streams[last]
+
+    def inverse(self, previous: Any, last: Any, /, **kwargs: Any) -> Any:
+        """The input that gave these last two states, detached: see `states`.
+
+        Only for rules that multiply by 1 or -1: `Midpoint`, `Leapfrog`.
+        """
+        streams = {"a": previous, "b": last}
+        if self._last_stream() == "a":
+            streams = {"a": last, "b": previous}
+        return self._inverse({name: detached(value) for name, value in streams.items()}, kwargs)
+
+    def _steps(self) -> list[Coefficients]:
+        return self.rule.steps(len(self.functions), self.training)
+
+    def _has_two_streams(self) -> bool:
+        return any(step.previous for step in self._steps())
+
+    def _last_stream(self) -> str:
+        """The stream that has the last state. The first layer changes the stream b."""
+        is_even = len(self.functions) % 2 == 0
+        return "a" if is_even or not self._has_two_streams() else "b"
+
+    def _first_coupling(self, step: Coefficients) -> Coupling:
+        """Of the first layer, if there are two streams: both start as the input."""
+        if step == ORDINARY:
+            return Additive()
+        return TwoStepUpdate(previous=1.0, current=step.current - 1, scale=step.scale)
+
+    def _coupling(self, step: Coefficients) -> Coupling:
         if step.draws_sign:
             return BdiaUpdate(step.previous)
         if step == ORDINARY:
-            return Overwrite() if self.skip else Additive()
+            is_whole = self.skip and not self._has_two_streams()
+            return Overwrite() if is_whole else Additive()
         return TwoStepUpdate(previous=step.previous, current=step.current, scale=step.scale)
 
     def _open(self, value: Any, name: str) -> dict[str, Any]:
+        if name == "the output":
+            return value
         return {"a": value, "b": value} if self._has_two_streams() else {"a": value}
+
+    def _close(self, run: Pass) -> Any:
+        if run.index == 0 and run.program:  # all updates were taken back
+            return run.read("a")
+        return run.read(self._last_stream())
+
+    def _run_blocks(self, run: Pass, blocks: Blocks, undo: bool = False) -> None:
+        for step in reversed(blocks[0]) if undo else blocks[0]:
+            if undo:
+                run.undo(step)
+            else:
+                run.update(step)
+
+    def _blocks(self, value: Any, kwargs: dict[str, Any]) -> Blocks:
+        steps = self._steps()
+        has_two = self._has_two_streams()
+        program: list[Step] = []
+        for i, (fn, step) in enumerate(zip(self._layers(steps), steps)):
+            name = f"functions.{i}"
+            reads = "ab"[i % 2] if has_two else "a"
+            target = "ba"[i % 2] if has_two else "a"
+            keywords = by_update(self.route, fn, 1, kwargs)
+            coupling = self._first_coupling(step) if has_two and i == 0 else self._coupling(step)
+            program.append(make_step(name, target, (reads,), fn, coupling, keywords))
+        if kwargs and program:
+            taken = {outer for step in program for outer in step.keywords.values()}
+            check_all_taken(kwargs, taken, program, "route=({!r},)")
+        return on_grid([program], self.precision)
+
+    def _layers(self, steps: Sequence[Coefficients]) -> list[Layer]:
+        """What the updates call: the same object in every call, as long as a function stays."""
+        kept: dict[Any, Layer] = self._cache.layers
+        layers = {}
+        found = []
+        has_two = self._has_two_streams()
+        for fn, step in zip(self.functions, steps):
+            is_whole = self.skip and step == ORDINARY and not has_two
+            key = (id(fn), self.skip and not is_whole, step.draws_sign)
+            layer = layers.get(key) or kept.get(key)
+            if layer is None or layer.fn is not fn:
+                layer = Layer(fn, *key[1:])
+            layers[key] = layer
+            found.append(layer)
+        self._cache.layers = layers
+        return found
+
+    # --- a list of functions
+
+    def __len__(self) -> int:
+        return len(self.functions)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.functions)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """A function; of a slice, a network of these functions with the same settings."""
+        if not isinstance(index, slice):
+            return self.functions[index]
+        return Residual(
+            list(self.functions)[index],
+            rule=self.rule,
+            skip=self.skip,
+            route=self.route,
+            **self._settings(),
+        ).train(self.training)
+
+    def append(self, function: Callable[..., Any]) -> Residual:
+        self.functions.append(function)
+        self._check(self.memory, self.precision)
+        return self
+
+
+class Layer(nn.Module):
+    """What a layer adds to its input, for the update of a rule."""
+
+    def __init__(self, fn: Callable[..., Any], is_difference: bool, draws_sign: bool) -> None:
+        super().__init__()
+        self.fn = fn
+        self.is_difference = is_difference  # the function is a layer that adds its input itself
+        self.draws_sign = draws_sign  # see `Bdia`
+
+    @property
+    def takes_arguments_of(self) -> Callable[..., Any]:
+        """Keyword arguments go by the signature of this function."""
+        return self.fn
+
+    def forward(self, x: Any, **kwargs: Any) -> Any:
+        sign = pytree.tree_map(random_sign, x) if self.draws_sign else None
+        returned = self.fn(x, **kwargs)
+        aux: Any = ()
+        if isinstance(returned, WithAux):
+            aux = (returned.aux,)
+            returned = returned.output
+        elif isinstance(returned, tuple) and not isinstance(x, tuple):
+            aux = (returned[1:],) if len(returned) > 1 else ()
+            returned = returned[0]
+        if self.is_difference:
+            returned = pytree.tree_map(torch.sub, returned, x)
+        output = returned if sign is None else (returned, sign)
+        return WithAux(output, aux[0]) if aux else output
+
+
+def random_sign(x: Tensor) -> Tensor:
+    """1 or -1 for each sample: the first dimension of `x`."""
+    shape = (*x.shape[:1], *[1] * (x.ndim - 1))
+    return torch.randint(2, shape, device=x.device).mul_(2).sub_(1).to(x.dtype)
+
+
+class FunctionList(nn.Module):
+    """Functions by number. Modules among them are registered under it."""
+
+    def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
+        super().__init__()
+        self.count = 0
+        for fn in functions:
+            self.append(fn)
+
+    def append(self, fn: Callable[..., Any]) -> None:
+        check_function(fn, f"functions[{self.count}]")
+        setattr(self, str(self.count), fn)
+        self.count += 1
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        return iter([getattr(self, str(i)) for i in range(self.count)])
+
+    def __getitem__(self, index: int) -> Callable[..., Any]:
+        return list(self)[index]
+
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """Where each function is: an attribute of a module."""
+        return [(self, str(i)) for i in range(self.count)]
+
+    def extra_repr(self) -> str:
+        others = [(i, fn) for i, fn in enumerate(self) if not isinstance(fn, nn.Module)]
+        return ", ".join(f"{i}={fn!r}" for i, fn in others)

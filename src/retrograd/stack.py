@@ -53,7 +53,7 @@ class Stack(nn.Module):
         verify: VerifyCalls,
     ) -> None:
         super().__init__()
-        self.memory = memory
+        self._memory = checked_memory(memory)
         self.verify = verify
         self.precision = Precision(exact, drift, stream_dtype)
         self._cache = StackCache()
@@ -66,7 +66,9 @@ class Stack(nn.Module):
 
     @memory.setter
     def memory(self, memory: MemoryMode) -> None:
-        self._memory = checked_memory(memory)
+        memory = checked_memory(memory)
+        self._check(memory, self.precision)
+        self._memory = memory
 
     @property
     def verify(self) -> VerifyCalls:
@@ -103,9 +105,18 @@ class Stack(nn.Module):
         self._set_precision(Precision(self.exact, self.drift, stream_dtype))
 
     def _set_precision(self, precision: Precision) -> None:
+        self._check(self.memory, precision)
+        self.precision = precision
+
+    def _check(self, memory: MemoryMode, precision: Precision) -> None:
+        """Raise if the program cannot run with these settings."""
         for where, coupling in self._couplings():
             precision.check(coupling, where)
-        self.precision = precision
+
+    def _settings(self) -> dict[str, Any]:
+        """The settings that all stacks have, by name."""
+        names = ("memory", "exact", "drift", "stream_dtype", "verify")
+        return {name: getattr(self, name) for name in names}
 
     # --- what a subclass defines
 

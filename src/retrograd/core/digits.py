@@ -77,7 +77,7 @@ def multiply(x: Tensor, words: Words, at: Position) -> tuple[Tensor, Words]:
     r = x.remainder(d)
     y = x.sub(r).div_(d, rounding_mode="floor")
     if not at.is_new:
-        r = words[-1].to(r.dtype).mul_(d).add_(r)
+        r = words[-1].to(r.dtype).mul(d).add_(r)
         words = words[:-1]
     if n > 1:
         e = r.remainder(n)
@@ -94,12 +94,12 @@ def divide(y: Tensor, words: Words, at: Position) -> tuple[Tensor, Words]:
     if n > 1:
         e = y.remainder(n)
         y = y.sub_(e).div_(n, rounding_mode="floor")
-        s = s.mul_(n).add_(e)
+        s = s.mul(n).add_(e)
     r = s.remainder(d)
     x = y.mul_(d).add_(r)
     if at.is_new:
         return x, words[:-1]
-    s = s.sub_(r).div_(d, rounding_mode="floor")
+    s = s.sub(r).div_(d, rounding_mode="floor")
     return x, (*words[:-1], s.to(narrowest(at.bound)))
 
 

@@ -177,14 +177,15 @@ class ScaledOnGrid(Coupling):
     def forward(self, x: Tensor, words: Words, *out: Tensor) -> tuple[Tensor, Words]:  # type: ignore[override]
         value, words = self._multiple(x.detach(), words)
         sign = self._sign(x, out)
-        scaled = _Multiple.apply(x, value * sign, self.coupling.a * sign)
+        # Plus zero: -0.0 would be rebuilt as 0.0, and a function may tell them apart.
+        scaled = _Multiple.apply(x, value * sign + 0.0, self.coupling.a * sign)
         return scaled + self.grid.round(self.coupling.addend(*out), x.dtype), words
 
     def inverse(self, y: Tensor, words: Words, *out: Tensor) -> tuple[Tensor, Words]:  # type: ignore[override]
         scaled = y - self.grid.rounded(self.coupling.addend(*out), y.dtype)
         scaled = scaled * self._sign(y, out)
         if self.at is None:
-            return scaled * self.coupling.a, words  # its own inverse: 1 or -1
+            return scaled * self.coupling.a + 0.0, words  # its own inverse: 1 or -1
         whole, words = divide(self._to_whole(scaled), words, self.at)
         return self._from_whole(whole, y), words
 

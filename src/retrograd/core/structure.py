@@ -245,6 +245,7 @@ class StackCache:
         self.structure: Structure | None = None
         self.program: Any = None  # the last one without keyword arguments
         self.program_key: Sequence[Any] = ()  # what that program was made of
+        self.layers: Any = {}  # what a `Residual` calls, by function
         self.profiles: Any = {}  # what calls of each shape need: see `profiling`
         self.profiled: Any = None  # the usages of the structure that they belong to
         self.integers: set[Any] = set()  # values of integers in keyword arguments
