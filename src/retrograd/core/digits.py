@@ -58,6 +58,10 @@ class Position(NamedTuple):
     def bound_after(self) -> int:
         return -(-self.bound * self.ratio.d // self.ratio.n)
 
+    def dtype(self, x: Tensor) -> torch.dtype:
+        """In which words are computed: bytes if they fit, for the sake of memory."""
+        return torch.uint8 if self.bound * self.ratio.d <= 2**8 and self.ratio.n == 1 else x.dtype
+
 
 def positions(ratios: Iterable[Ratio]) -> list[Position]:
     """The positions of all multiplications of a stream, in order."""
@@ -72,12 +76,13 @@ def positions(ratios: Iterable[Ratio]) -> list[Position]:
 
 
 def multiply(x: Tensor, words: Words, at: Position) -> tuple[Tensor, Words]:
-    """`x` times the ratio, and the words with one more digit."""
+    """`x` times the ratio, and the words with one more digit. Overwrites `x`."""
     n, d, sign = at.ratio
-    r = x.remainder(d)
-    y = x.sub(r).div_(d, rounding_mode="floor")
+    dtype = at.dtype(x)
+    r = x.remainder(d).to(dtype)
+    y = x.sub_(r).div_(d, rounding_mode="floor")
     if not at.is_new:
-        r = words[-1].to(r.dtype).mul(d).add_(r)
+        r = words[-1].to(dtype).mul(d).add_(r)
         words = words[:-1]
     if n > 1:
         e = r.remainder(n)
@@ -87,10 +92,10 @@ def multiply(x: Tensor, words: Words, at: Position) -> tuple[Tensor, Words]:
 
 
 def divide(y: Tensor, words: Words, at: Position) -> tuple[Tensor, Words]:
-    """What `multiply` made `y` of, and the words that it was given."""
+    """What `multiply` made `y` of, and the words that it was given. Overwrites `y`."""
     n, d, sign = at.ratio
-    y = y * sign
-    s = words[-1].to(y.dtype)
+    y = y.mul_(sign)
+    s = words[-1].to(at.dtype(y))
     if n > 1:
         e = y.remainder(n)
         y = y.sub_(e).div_(n, rounding_mode="floor")

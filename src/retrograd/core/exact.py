@@ -183,10 +183,13 @@ class ScaledOnGrid(Coupling):
 
     def inverse(self, y: Tensor, words: Words, *out: Tensor) -> tuple[Tensor, Words]:  # type: ignore[override]
         scaled = y - self.grid.rounded(self.coupling.addend(*out), y.dtype)
-        scaled = scaled * self._sign(y, out)
+        if isinstance(self.coupling, BdiaUpdate):
+            scaled.mul_(self._sign(y, out))
         if self.at is None:
-            return scaled * self.coupling.a + 0.0, words  # its own inverse: 1 or -1
-        whole, words = divide(self._to_whole(scaled), words, self.at)
+            return scaled.mul_(self.coupling.a).add_(0.0), words  # its own inverse: 1 or -1
+        whole = self._to_whole(scaled)
+        del scaled
+        whole, words = divide(whole, words, self.at)
         return self._from_whole(whole, y), words
 
     def _multiple(self, x: Tensor, words: Words) -> tuple[Tensor, Words]:
