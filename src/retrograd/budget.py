@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from retrograd.core.errors import RetrogradError
 from retrograd.core.memory import Call, Plan
-from retrograd.planner import greedy_plan
+from retrograd.planner import best_plan
 from retrograd.profile import Profile
 
 MIB = 2**20
@@ -81,13 +81,12 @@ class Budget:
         """The plan for calls like the one that `profile` watched. `fresh`: parameters have no
         gradients before the step.
         """
-        needs = profile.needs(fresh)
         plain = profile.plain(fresh)
         limit = self.bytes_of(plain)
-        floor = max(needs, default=0)
-        if limit < floor:
+        plan, floor = best_plan(profile.updates, profile.targets, profile.needs(fresh), limit)
+        if plan is None:
             raise BudgetError(_too_small(self, limit, floor, plain, fresh))
-        return greedy_plan(profile.updates, room=[limit - need for need in needs])
+        return plan
 
 
 def _parse(limit: str, plain: int) -> int | None:

@@ -10,6 +10,10 @@ values by time saved per byte:
   operations costs time, so this pays for large ones only;
 - *everything*, for the last updates of the program: they run as plain autograd.
 
+An update that reads its target keeps the target's earlier value in any case. Where there is no room
+for all of these, every k-th is kept, and backward runs the updates between two of them once more
+(`segments`). The planner takes the least k that fits.
+
 What is kept for an update stays alive until backward reaches it. So a byte kept for a late update
 takes room from fewer updates than a byte kept for an early one. The limit holds at every update,
 because the room differs: backward creates parameter gradients on its way.
@@ -19,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from retrograd.core.memory import NOTHING, Choice, Plan
@@ -28,6 +32,9 @@ from retrograd.profile import Operation, UpdateProfile
 # Seconds that `core.operations` adds to each operation of a function, in forward and again in
 # recompute. Measured: 2e-5 on a CPU of 2023. Doubled, to prefer plans without it if two are close.
 WATCHING_SECONDS = 4e-5
+
+
+RERUN = Choice(rerun=True)
 
 
 class Level(NamedTuple):
@@ -47,8 +54,13 @@ def everything(update: UpdateProfile) -> Level:
     return Level(None, update.saved_bytes, 0, 0.0)
 
 
-def all_levels(update: UpdateProfile) -> list[Level]:
-    """Every level below `everything`: nothing, the output, the output and some operations."""
+def all_levels(update: UpdateProfile, may_rerun: bool = False) -> list[Level]:
+    """Every level below `everything`: nothing, the output, the output and some operations.
+
+    With `may_rerun` there is one below nothing: the target's earlier value is not kept.
+    """
+    if may_rerun:
+        return [level_of(update, RERUN), *all_levels(update)]
     nothing = level_of(update, NOTHING)
     if update.coupling_saves:  # only a full recompute gives the tensors that the coupling saved
         return [nothing]
@@ -59,13 +71,16 @@ def all_levels(update: UpdateProfile) -> list[Level]:
     )
     names = [(operation.name, operation.number) for operation in candidates]
     counts = range(len(names) + 1)
-    return [nothing, *(level_of(update, Choice(True, frozenset(names[:n]))) for n in counts)]
+    needs_output = update.target_bytes is None
+    choices = [Choice(needs_output, frozenset(names[:n])) for n in counts]
+    return [nothing, *(level_of(update, choice) for choice in choices)]
 
 
 def level_of(update: UpdateProfile, choice: Choice, state_bytes: int = 0) -> Level:
     """The level that keeps `choice`. `state_bytes`: of all streams."""
     operations = update.operations
-    if (choice.output or choice.streams) and not update.coupling_saves:
+    is_kept = update.target_bytes is not None
+    if (choice.output or choice.streams or is_kept) and not update.coupling_saves:
         operations = rerun(update)
     chosen = [o for o in operations if (o.name, o.number) in choice.operations]
     seconds = sum(operation.seconds for operation in operations)
@@ -74,9 +89,14 @@ def level_of(update: UpdateProfile, choice: Choice, state_bytes: int = 0) -> Lev
         seconds -= sum(operation.seconds for operation in chosen)
     kept_bytes = update.output_bytes if choice.output else 0
     kept_bytes += state_bytes if choice.streams else 0
+    target_bytes = 0
+    if choice.rerun:
+        seconds += update.seconds
+    elif not choice.streams:
+        target_bytes = update.target_bytes or 0  # at the update itself it is one of the streams
     return Level(
         choice=choice,
-        bytes=kept_bytes + sum(operation.bytes for operation in chosen),
+        bytes=kept_bytes + target_bytes + sum(operation.bytes for operation in chosen),
         own_bytes=kept_bytes + sum(o.bytes for o in chosen if not o.is_saved),
         seconds=seconds,
     )
@@ -87,14 +107,15 @@ def rerun(update: UpdateProfile) -> list[Operation]:
     return [o for o in update.operations if o.saves_before < update.saved_by_fn]
 
 
-def levels(update: UpdateProfile) -> list[Level]:
+def levels(update: UpdateProfile, may_rerun: bool = False) -> list[Level]:
     """The levels below `everything` that are worth their bytes, in the order of bytes.
 
     These are the lower convex hull of bytes and seconds: each saves less time per byte than the one
     before it.
     """
     hull: list[Level] = []
-    for level in sorted(all_levels(update), key=lambda level: (level.bytes, level.seconds)):
+    found = all_levels(update, may_rerun)
+    for level in sorted(found, key=lambda level: (level.bytes, level.seconds)):
         if hull and level.seconds >= hull[-1].seconds:
             continue
         while len(hull) > 1 and _is_above(hull[-1], hull[-2], level):
@@ -113,15 +134,83 @@ def _saved_per_byte(before: Level, after: Level) -> float:
     return (before.seconds - after.seconds) / max(after.bytes - before.bytes, 1)
 
 
+# --- targets that are kept, and updates that run once more
+
+
+def segments(updates: Sequence[UpdateProfile], targets: Sequence[str], every: int) -> list[int]:
+    """For each update, how many updates before it the nearest kept target is.
+
+    Of consecutive updates that keep the same target, every `every`-th keeps it.
+    """
+    distances: list[int] = []
+    for i, (update, target) in enumerate(zip(updates, targets)):
+        follows = i > 0 and targets[i - 1] == target and updates[i - 1].target_bytes is not None
+        if update.target_bytes is None or not follows:
+            distances.append(0)
+        else:
+            distances.append((distances[-1] + 1) % every)
+    return distances
+
+
+def base_needs(
+    updates: Sequence[UpdateProfile], needs: Sequence[int], distances: Sequence[int]
+) -> list[int]:
+    """The bytes at each update of the backward pass, if the targets of these segments are kept.
+
+    `needs` are the bytes without them.
+    """
+    kept = 0
+    found = []
+    for update, need, distance in zip(updates, needs, distances):
+        target_bytes = update.target_bytes or 0
+        # Targets of the segment that were made once more, and wait for backward to get there.
+        found.append(need + kept + distance * target_bytes)
+        if distance == 0:
+            kept += target_bytes
+    return found
+
+
 # --- the plan of all updates
 
 
-def greedy_plan(updates: Sequence[UpdateProfile], room: Sequence[int]) -> Plan:
+def best_plan(
+    updates: Sequence[UpdateProfile], targets: Sequence[str], needs: Sequence[int], limit: int
+) -> tuple[Plan | None, int]:
+    """The plan within `limit`; None if none fits. And the least limit with which one would."""
+    floor: int | None = None
+    for distances in all_segments(updates, targets):
+        bases = base_needs(updates, needs, distances)
+        peak = max(bases, default=0)
+        if peak <= limit:
+            return greedy_plan(updates, [limit - base for base in bases], distances), peak
+        floor = peak if floor is None else min(floor, peak)
+    return None, floor or 0
+
+
+def least_peak(
+    updates: Sequence[UpdateProfile], targets: Sequence[str], needs: Sequence[int]
+) -> int:
+    """The bytes of a step that keeps as little as possible."""
+    return best_plan(updates, targets, needs, limit=-1)[1]
+
+
+def all_segments(updates: Sequence[UpdateProfile], targets: Sequence[str]) -> Iterator[list[int]]:
+    """`segments` of every length that makes a difference, the shortest first."""
+    for every in range(1, len(updates) + 1):
+        distances = segments(updates, targets, every)
+        if max(distances) < every - 1:  # longer than there are such updates in a row
+            return
+        yield distances
+
+
+def greedy_plan(
+    updates: Sequence[UpdateProfile], room: Sequence[int], distances: Sequence[int] = ()
+) -> Plan:
     """Raise the levels of updates greedily, as long as there is room.
 
-    `room` has the free bytes at each update of the backward pass if nothing is kept.
+    `room` has the free bytes at each update of the backward pass if nothing more is kept.
     """
-    return _Purchase(updates, room).run()
+    return _Purchase(updates, room, distances or [0] * len(updates)).run()
 
 
 class _Offer(NamedTuple):
@@ -147,10 +236,13 @@ class _Offer(NamedTuple):
 class _Purchase:
     """The greedy choice: take the best offer that fits, until no offer is left."""
 
-    def __init__(self, updates: Sequence[UpdateProfile], room: Sequence[int]) -> None:
+    def __init__(
+        self, updates: Sequence[UpdateProfile], room: Sequence[int], distances: Sequence[int]
+    ) -> None:
         self.updates = updates
         self.room = list(room)
-        self.options = [levels(update) for update in updates]
+        pairs = zip(updates, distances)
+        self.options = [levels(update, may_rerun=distance > 0) for update, distance in pairs]
         self.chosen = [options[0] for options in self.options]
         self.cut = len(updates)  # from here on, everything is kept
         self.offers: list[_Offer] = []  # a heap

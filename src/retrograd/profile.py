@@ -78,6 +78,7 @@ class UpdateProfile:
     output_bytes: int = 0
     saved_by_fn: int = 0  # how many tensors autograd saved for the function
     coupling_saves: bool = False  # autograd saved tensors for the coupling, too
+    target_bytes: int | None = None  # of a target that has to be kept; None: it is rebuilt
     shapes: list[ShapeAndDtype] = field(default_factory=list)  # of all tensors that it saved
     gradients: dict[int, int] = field(default_factory=dict)  # bytes, by the parameter's id
 
@@ -165,8 +166,9 @@ class Profile:
     `profiling.Profiling` fills it during that pass.
     """
 
-    def __init__(self, updates: int) -> None:
-        self.updates = [UpdateProfile() for _ in range(updates)]
+    def __init__(self, targets: Sequence[str]) -> None:
+        self.targets = list(targets)  # the stream that each update changes
+        self.updates = [UpdateProfile() for _ in self.targets]
         self.state_bytes = 0  # of all streams
         self.is_complete = False
         self.plans: Recent[tuple[PlanMaker, bool], Plan] = Recent(PLANS)

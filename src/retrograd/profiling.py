@@ -23,7 +23,7 @@ from retrograd.core.program import Application, Program
 from retrograd.core.streams import State, flatten
 from retrograd.core.structure import StackCache, Structure
 from retrograd.core.tape import functions_of
-from retrograd.core.tensors import shapes_of
+from retrograd.core.tensors import nbytes, shapes_of
 from retrograd.profile import OperationRecorder, Profile
 from retrograd.recent import Recent
 
@@ -53,8 +53,11 @@ class Profiling(Guard):
         return returned
 
     def after_update(self, update: Application) -> None:
-        self.profile.updates[update.index].shapes = shapes_of(update.saved)
-        self.profile.updates[update.index].add_saved(
+        measured = self.profile.updates[update.index]
+        measured.shapes = shapes_of(update.saved)
+        if update.step.target_from == "kept":
+            measured.target_bytes = sum(map(nbytes, update.target))
+        measured.add_saved(
             saved=update.saved,
             saved_by_fn=update.saved_by_function,
             outputs=[tensor for outputs in update.output for tensor in outputs],
@@ -137,7 +140,7 @@ def plan_call(
     if profile is not None and profile.is_complete:
         guards: list[Guard] = [] if are_all else [StillFits(profile, cache)]
         return plan_of(memory, Call(targets, profile, accumulates)), guards
-    profile = cache.profiles.add(key, Profile(len(program)))
+    profile = cache.profiles.add(key, Profile(targets))
     later = Call(targets, profile, accumulates)
     return Plan(len(program)), [Profiling(profile, cache), RaiseNow(memory, later)]
 

@@ -269,14 +269,14 @@ class Stack(nn.Module):
         """
         blocks = self._blocks(value, kwargs)
         program = flat(blocks)
-        profile = Profile(len(program))
+        targets = [step.target for step in program]
+        profile = Profile(targets)
         take_back = TakeBack([self, *(step.fn for step in program), *flatten(kwargs)[0]])
         try:
             with torch.enable_grad():
                 self._measure(value, kwargs, blocks, profile, take_back)
         finally:
             take_back.run()
-        targets = [step.target for step in program]
         plan = plan_of(self.memory, Call(targets, profile))
         return forecast(self.memory, plan, profile, [step.name for step in program], fresh=True)
 

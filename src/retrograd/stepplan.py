@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from retrograd.budget import MIB
 from retrograd.core.memory import NOTHING, Choice, Plan
-from retrograd.planner import Level, everything, level_of
+from retrograd.planner import Level, everything, least_peak, level_of
 from retrograd.profile import Profile, UpdateProfile
 
 
@@ -18,7 +18,7 @@ class Row(NamedTuple):
     """One update of a `StepPlan`."""
 
     name: str
-    keeps: str  # nothing, output, output and operations, everything, or the streams before it
+    keeps: str  # nothing, output, its target, operations, everything, or the streams before it
     bytes: int  # what that takes, until backward reaches the update
     again: float  # the share of its forward that runs again
     forward: int  # bytes alive when forward is at the update
@@ -100,16 +100,19 @@ def forecast(
     needs = profile.needs(fresh)
     gradients = sum(profile.gradients().values()) if fresh else 0
     kept_before = 0
+    waiting = 0  # targets that were made once more, and wait for backward to get there
     rows = []
     for index, (name, update) in enumerate(zip(names, profile.updates)):
         level = _level(plan, index, update, profile.state_bytes)
+        is_rerun = level.choice is not None and level.choice.rerun
+        waiting = waiting + (update.target_bytes or 0) if is_rerun else 0
         row = Row(
             name=name,
-            keeps=_describe(level.choice),
+            keeps=_describe(level.choice, update),
             bytes=level.bytes,
             again=level.seconds / update.seconds if update.seconds else 0.0,
             forward=2 * profile.state_bytes + kept_before + update.forward_bytes,
-            backward=needs[index] + gradients + kept_before + level.own_bytes,
+            backward=needs[index] + gradients + kept_before + level.own_bytes + waiting,
         )
         rows.append(row)
         kept_before += level.bytes
@@ -118,7 +121,7 @@ def forecast(
         rows=tuple(rows),
         peak=max((row.backward for row in rows), default=0) - gradients,
         plain=profile.plain(fresh),
-        floor=max(needs, default=0),
+        floor=least_peak(profile.updates, profile.targets, needs),
         gradients=gradients,
         time=_time(rows, profile.updates),
     )
@@ -138,11 +141,15 @@ def _level(plan: Plan, index: int, update: UpdateProfile, state_bytes: int) -> L
     return level_of(update, plan.choices.get(index, NOTHING), state_bytes)
 
 
-def _describe(choice: Choice | None) -> str:
+def _describe(choice: Choice | None, update: UpdateProfile) -> str:
     if choice is None:
         return "everything"
+    if choice.rerun:
+        return "nothing, and runs twice"
     count = len(choice.operations)
     parts = ["streams"] * choice.streams + ["output"] * choice.output
+    if update.target_bytes is not None and not choice.streams:
+        parts.append("its target")
     if count:
         parts.append(f"{count} operation{'s' if count > 1 else ''}")
     return " + ".join(parts) or "nothing"

@@ -267,6 +267,17 @@ def wrong_inverse(
     return explain(CouplingError, where, what, why, fix)
 
 
+def wrong_transform(where: str, what: str) -> RetrogradError:
+    return explain(
+        CouplingError,
+        where,
+        f"is a transform whose inverse {what}.",
+        "inverse(fn(x)) must give back x: backward rebuilds the stream with it.",
+        "correct the inverse, or use rg.Update with the target among its reads, which keeps the "
+        "target; with exact=True the inverse must be exact to the bit (a permutation is).",
+    )
+
+
 def output_was_dropped() -> RetrogradError:
     return explain(
         RecomputeError,

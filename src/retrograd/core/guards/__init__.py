@@ -13,7 +13,7 @@ from retrograd.core.guards.arguments import ArgumentObjects, are_opaque
 from retrograd.core.guards.autocast import Autocast
 from retrograd.core.guards.batched_gradients import BatchedGradients
 from retrograd.core.guards.buffers import Buffers
-from retrograd.core.guards.coupling_trial import CouplingTrial, untrusted
+from retrograd.core.guards.coupling_trial import CouplingTrial, has_trials
 from retrograd.core.guards.drift import Drift
 from retrograd.core.guards.grid_range import GridRange
 from retrograd.core.guards.local_backward import LocalBackward
@@ -120,8 +120,8 @@ def guards_of_inspection(
     is_verified = verify != "never"
     watching = Watching(structure, modules, random_state, buffers, written, versions, is_verified)
     added.append(watching)
-    if untrusted(program):
-        added.append(CouplingTrial(program))
+    if has_trials(program):
+        added.append(CouplingTrial(program, precision.grid is not None))
     if is_verified:
         drift = find(guards, Drift)
         epsilon = drift.epsilon if drift is not None else 0.0
