@@ -14,8 +14,9 @@ CORE = sorted((SOURCE / "core").rglob("*.py"))
 
 PUBLIC = [
     *("ReversibleSequence", "Duplicate", "Split", "AtRest"),
-    *("Reversible", "Update", "WithAux"),
-    *("Coupling", "Additive", "Affine", "Momentum"),
+    *("Residual", "Euler", "Midpoint", "Leapfrog", "Blend", "Bdia", "TwoStep"),
+    *("Reversible", "Update", "Transform", "WithAux"),
+    *("Coupling", "Additive", "Affine", "Scaled", "Momentum"),
     *("Reverse", "Keep", "Anchor"),
     *("MemoryMode", "Call", "Plan", "Choice"),
     *("Budget", "BudgetError", "StepPlan"),

@@ -23,7 +23,7 @@ from retrograd.core.updates import (
 )
 from retrograd.routing import by_update, check_all_taken
 from retrograd.rules import ORDINARY, Coefficients, Euler, Rule, growth
-from retrograd.stack import Blocks, Stack, check_function, detached, flat, on_grid
+from retrograd.stack import Blocks, Stack, check_function, detached, on_grid
 
 ERRORS = 1e3  # how much undoing may enlarge rounding errors between two kept states
 
@@ -130,20 +130,27 @@ class Residual(Stack):
         """
         return super().forward(x, **kwargs)
 
-    def states(self, x: Any, /, **kwargs: Any) -> tuple[Any, Any]:
-        """The last two states, for `inverse`. Without gradients."""
-        with torch.no_grad():
-            blocks = self._blocks(x, kwargs)
-            run = self._pass(flat(blocks), self._open(x, "the input"), kwargs)
-            self._output(run, blocks)
-            streams = run.streams()
-        last = self._last_stream()
-        return streams["b" if last == "a" else "a"], streams[last]
+    def states(self, x: Any, /, *, after: Sequence[int], **kwargs: Any) -> tuple[Any, list[Any]]:
+        """The output, and the state after each of these layers: hidden states, deep supervision.
+
+        Gradients flow through all of them. Each costs the memory of one state.
+        """
+        wanted = [range(len(self))[number] for number in after]
+        found: dict[int, Any] = {}
+
+        def look(layer: int, run: Pass) -> None:
+            if layer in wanted:
+                found[layer] = run.read(run.program[layer].target)
+
+        with self._looking(look):
+            output = self(x, **kwargs)
+        return output, [found[number] for number in wanted]
 
     def inverse(self, previous: Any, last: Any, /, **kwargs: Any) -> Any:
-        """The input that gave these last two states, detached: see `states`.
+        """The input that gave these last two states, detached.
 
-        Only for rules that multiply by 1 or -1: `Midpoint`, `Leapfrog`.
+        `last, (previous,) = net.states(x, after=[-2])`. Only for rules that multiply by 1 or -1:
+        `Midpoint`, `Leapfrog`.
         """
         streams = {"a": previous, "b": last}
         if self._last_stream() == "a":
@@ -186,11 +193,14 @@ class Residual(Stack):
         return run.read(self._last_stream())
 
     def _run_blocks(self, run: Pass, blocks: Blocks, undo: bool = False) -> None:
-        for step in reversed(blocks[0]) if undo else blocks[0]:
-            if undo:
+        if undo:
+            for step in reversed(blocks[0]):
                 run.undo(step)
-            else:
-                run.update(step)
+            return
+        for i, step in enumerate(blocks[0]):
+            run.update(step)
+            for look in self._lookers:
+                look(i, run)
 
     def _blocks(self, value: Any, kwargs: dict[str, Any]) -> Blocks:
         steps = self._steps()
@@ -268,17 +278,22 @@ class Layer(nn.Module):
     def forward(self, x: Any, **kwargs: Any) -> Any:
         sign = pytree.tree_map(random_sign, x) if self.draws_sign else None
         returned = self.fn(x, **kwargs)
-        aux: Any = ()
-        if isinstance(returned, WithAux):
-            aux = (returned.aux,)
-            returned = returned.output
-        elif isinstance(returned, tuple) and not isinstance(x, tuple):
-            aux = (returned[1:],) if len(returned) > 1 else ()
-            returned = returned[0]
+        output, aux = without_rest(returned, x)
         if self.is_difference:
-            returned = pytree.tree_map(torch.sub, returned, x)
-        output = returned if sign is None else (returned, sign)
-        return WithAux(output, aux[0]) if aux else output
+            output = pytree.tree_map(torch.sub, output, x)
+        if sign is not None:
+            output = (output, sign)
+        return WithAux(output, *aux) if aux else output
+
+
+def without_rest(returned: Any, x: Any) -> tuple[Any, list[Any]]:
+    """What a function returned for a stream `x`, and a list with the rest, if there is any."""
+    if isinstance(returned, WithAux):
+        return returned.output, [returned.aux]
+    if not isinstance(returned, tuple) or isinstance(x, tuple) or not returned:
+        return returned, []
+    first, *rest = returned
+    return first, [tuple(rest)] if rest else []
 
 
 def random_sign(x: Tensor) -> Tensor:

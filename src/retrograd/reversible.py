@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -218,6 +218,26 @@ class Reversible(Stack):
             taken = {outer for step in program for outer in step.keywords.values()}
             check_all_taken(kwargs, taken, program, "rg.Update(..., route=({!r},))")
         return on_grid([program], self.precision)
+
+    # --- a list of updates
+
+    def __len__(self) -> int:
+        return len(self.updates)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.updates)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """An update; of a slice, a program of these updates with the same settings."""
+        if not isinstance(index, slice):
+            return self.updates[index]
+        return Reversible(self._list()[index], **self._settings()).train(self.training)
+
+    def append(self, update: Update) -> Reversible:
+        """Add an update at the end."""
+        self.updates.append(_checked_update(update, len(self.updates)))
+        self._check(self.memory, self.precision)
+        return self
 
 
 def _checked_update(update: Any, index: int) -> Update:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retrograd.core.exact import DriftAction, Grid
 from retrograd.core.memory import MemoryMode, Reverse
@@ -131,20 +131,52 @@ class ReversibleSequence(Stack):
 
     def _open(self, value: Any, name: str) -> dict[str, Any]:
         leaves, spec = flatten_stream(value, name)
-        halves = [self.streams.split(leaf) for leaf in leaves]
+        split = self.streams.split
+        if name == "the output":
+            split = getattr(self.streams, "unjoin", split)
+        halves = [split(leaf) for leaf in leaves]
         x1 = unflatten([half[0] for half in halves], spec)
         x2 = unflatten([half[1] for half in halves], spec)
         return {"x1": x1, "x2": x2}
 
     def _close(self, run: Pass) -> Any:
+        return self._join(run, self.streams.join)
+
+    def _close_inverse(self, run: Pass) -> Any:
+        return self._join(run, getattr(self.streams, "rejoin", self.streams.join))
+
+    def _join(self, run: Pass, join: Callable[..., Tensor]) -> Any:
         pairs = zip(run.state["x1"], run.state["x2"])
-        joined = [self.streams.join(y1, y2) for y1, y2 in pairs]
+        joined = [join(y1, y2) for y1, y2 in pairs]
         return read(joined, run.specs["x1"], run.dtypes["x1"])
 
+    def states(self, x: Any, /, *, after: Sequence[int], **kwargs: Any) -> tuple[Any, list[Any]]:
+        """The output, and what it would be if the stack ended after each of these blocks.
+
+        For deep supervision and hidden states. Gradients flow through all of them. Each costs the
+        memory of one output.
+
+        Example:
+            >>> stack = rg.ReversibleSequence([(torch.tanh, torch.sin)] * 4)
+            >>> y, (early, late) = stack.states(torch.ones(2), after=(0, 2))
+        """
+        wanted = [range(len(self.blocks))[number] for number in after]
+        found: dict[int, Any] = {}
+
+        def look(block: int, run: Pass) -> None:
+            if block in wanted:
+                found[block] = self._close(run)
+
+        with self._looking(look):
+            output = self(x, **kwargs)
+        return output, [found[number] for number in wanted]
+
     def _run_blocks(self, run: Pass, blocks: Blocks, undo: bool = False) -> None:
-        pairs = list(zip(self.blocks, blocks))
-        for block, steps in reversed(pairs) if undo else pairs:
+        pairs = list(enumerate(zip(self.blocks, blocks)))
+        for i, (block, steps) in reversed(pairs) if undo else pairs:
             run.leave_block(block(dict(run.state), run, steps, undo))
+            for look in self._lookers:
+                look(i, run)
 
     def _blocks(self, value: Any, kwargs: dict[str, Any]) -> Blocks:
         """The updates of each block. Looked up in each call, because users replace modules."""
@@ -182,6 +214,34 @@ class ReversibleSequence(Stack):
             check_all_taken(kwargs, taken | route.mentioned(), steps, 'route={{{!r}: "f"}}')
         return on_grid(blocks, self.precision)
 
+    # --- a list of blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.blocks)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """A block, with its functions `f` and `g`; of a slice, a stack of these blocks with the
+        same settings.
+        """
+        if not isinstance(index, slice):
+            return self.blocks[index]
+        rows = self.route.rows
+        return ReversibleSequence(
+            [tuple(block) for block in list(self.blocks)[index]],  # type: ignore[arg-type]
+            streams=self.streams,
+            coupling=self.coupling,
+            route=None if rows is None else list(rows)[index],
+            **self._settings(),
+        ).train(self.training)
+
+    def append(self, pair: tuple[Callable[..., Any], Callable[..., Any]]) -> ReversibleSequence:
+        """Add a pair of functions at the end."""
+        self.blocks.append(_block(pair, len(self.blocks)))
+        return self
+
 
 class Block(nn.Module):
     """One pair of functions. Its stack calls it, so that hooks on it (FSDP's among them) run."""
@@ -190,6 +250,10 @@ class Block(nn.Module):
         super().__init__()
         self.f = f
         self.g = g
+
+    def __iter__(self) -> Iterator[Any]:
+        """`f, g = stack[0]`"""
+        return iter((self.f, self.g))
 
     def extra_repr(self) -> str:
         functions = {"f": self.f, "g": self.g}.items()

@@ -7,9 +7,11 @@ an input becomes streams, and how streams become an output.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +45,7 @@ class Stack(nn.Module):
 
     precision: Precision
     _hands_out_streams = False
+    _lookers: tuple[Callable[[int, Pass], None], ...] = ()
 
     def __init__(
         self,
@@ -227,7 +230,26 @@ class Stack(nn.Module):
         self._run_blocks(run, blocks, undo=True)
         run.finish()
         with torch.no_grad():
-            return self._close(run)
+            return self._close_inverse(run)
+
+    def _close_inverse(self, run: Pass) -> Any:
+        """The input that the streams of a pass make, after all updates were taken back."""
+        return self._close(run)
+
+    @contextlib.contextmanager
+    def _looking(self, look: Callable[[int, Pass], None]) -> Iterator[None]:
+        """Inside, `look` is called with the number of each block, after it has run."""
+        thread = threading.get_ident()
+
+        def look_here(block: int, run: Pass) -> None:
+            if threading.get_ident() == thread:
+                look(block, run)
+
+        self._lookers = (*self._lookers, look_here)
+        try:
+            yield
+        finally:
+            self._lookers = tuple(other for other in self._lookers if other is not look_here)
 
     # --- tools
 

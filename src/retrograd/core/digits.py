@@ -75,7 +75,11 @@ def positions(ratios: Iterable[Ratio]) -> list[Position]:
     return found
 
 
-def multiply(x: Tensor, words: Words, at: Position) -> tuple[Tensor, Words]:
+def multiply(
+    x: Tensor,
+    words: Words,
+    at: Position,
+) -> tuple[Tensor, Words]:
     """`x` times the ratio, and the words with one more digit. Overwrites `x`."""
     n, d, sign = at.ratio
     dtype = at.dtype(x)
@@ -91,7 +95,11 @@ def multiply(x: Tensor, words: Words, at: Position) -> tuple[Tensor, Words]:
     return y.mul_(sign), (*words, r.to(narrowest(at.bound_after)))
 
 
-def divide(y: Tensor, words: Words, at: Position) -> tuple[Tensor, Words]:
+def divide(
+    y: Tensor,
+    words: Words,
+    at: Position,
+) -> tuple[Tensor, Words]:
     """What `multiply` made `y` of, and the words that it was given. Overwrites `y`."""
     n, d, sign = at.ratio
     y = y.mul_(sign)

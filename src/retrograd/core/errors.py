@@ -58,7 +58,11 @@ def explain(
     return kind(f"{where} {what}\n  Why: {why}\n  Fix: {fix}")
 
 
-def note(error: Exception, where: str, reads: Sequence[tuple[str, Sequence[Any]]]) -> None:
+def note(
+    error: Exception,
+    where: str,
+    reads: Sequence[tuple[str, Sequence[Any]]],
+) -> None:
     """Add to a user's exception, which stays as it is, in which update it came up."""
     add_note = getattr(error, "add_note", None)  # Python 3.11
     if add_note is None or isinstance(error, RetrogradError):
@@ -70,7 +74,11 @@ def note(error: Exception, where: str, reads: Sequence[tuple[str, Sequence[Any]]
     add_note(f"in {where}, which reads {'; '.join(streams) or 'no stream'}")
 
 
-def misfit(where: str, returned: str, fix: str) -> RetrogradError:
+def misfit(
+    where: str,
+    returned: str,
+    fix: str,
+) -> RetrogradError:
     why = (
         "an output can be taken back out of its target only if it has the target's structure, "
         "shape and dtype."
@@ -118,7 +126,11 @@ def drifted(
     return explain(DriftError, where, what, why, fix)
 
 
-def edited_input(where: str, stream: str, kind: str) -> RetrogradError:
+def edited_input(
+    where: str,
+    stream: str,
+    kind: str,
+) -> RetrogradError:
     what = f"changed its input in place: stream {stream!r}, {kind}."
     why = "backward runs the function again and must find the input that forward found."
     fix = (
@@ -136,7 +148,11 @@ def edited_output(where: str, what: str) -> RetrogradError:
     )
 
 
-def edited_after_save(where: str, kind: str, versions: tuple[int, int]) -> RetrogradError:
+def edited_after_save(
+    where: str,
+    kind: str,
+    versions: tuple[int, int],
+) -> RetrogradError:
     what = (
         f"edits {kind} in place after autograd saved it (version {versions[0]}, now {versions[1]})."
     )
@@ -150,7 +166,11 @@ def edited_after_save(where: str, kind: str, versions: tuple[int, int]) -> Retro
     )
 
 
-def edited_parameter(where: str, name: str, versions: tuple[int, int]) -> RetrogradError:
+def edited_parameter(
+    where: str,
+    name: str,
+    versions: tuple[int, int],
+) -> RetrogradError:
     what = (
         f"needs parameter {name!r} as forward saw it (version {versions[0]}), but it is at "
         f"version {versions[1]}."
@@ -203,7 +223,11 @@ def in_inference_mode() -> RetrogradError:
     )
 
 
-def edited_buffer(where: str, name: str, versions: tuple[int, int]) -> RetrogradError:
+def edited_buffer(
+    where: str,
+    name: str,
+    versions: tuple[int, int],
+) -> RetrogradError:
     what = (
         f"needs buffer {name!r} as forward saw it (version {versions[0]}), but it is at version "
         f"{versions[1]}."
@@ -298,7 +322,11 @@ def already_passed(where: str) -> RetrogradError:
     )
 
 
-def not_exact(where: str, stream: str, error: float) -> RetrogradError:
+def not_exact(
+    where: str,
+    stream: str,
+    error: float,
+) -> RetrogradError:
     what = (
         f"rebuilt stream {stream!r} is off by {error:.1e}, and with exact=True nothing may be off."
     )
@@ -344,7 +372,13 @@ def infinite_stream(where: str, stream: str) -> RetrogradError:
     )
 
 
-def not_repeated(where: str, what: str, kind: str, off: float, limit: float) -> RetrogradError:
+def not_repeated(
+    where: str,
+    what: str,
+    kind: str,
+    off: float,
+    limit: float,
+) -> RetrogradError:
     return explain(
         RecomputeError,
         where,
@@ -427,7 +461,11 @@ def recompute_raised(where: str, error: Exception) -> RetrogradError:
     )
 
 
-def other_recompute(where: str, then: list[Any], now: list[Any]) -> RetrogradError:
+def other_recompute(
+    where: str,
+    then: list[Any],
+    now: list[Any],
+) -> RetrogradError:
     """`then` and `now` hold the shape and dtype of each tensor that was saved."""
     pairs = zip([*then, *[None] * len(now)], [*now, *[None] * len(then)])
     first = next((a, b) for a, b in pairs if a != b)

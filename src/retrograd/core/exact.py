@@ -100,7 +100,11 @@ class Grid:
             )
         return 2.0 ** (_SIGNIFICAND[dtype] - self.bits_of(dtype))
 
-    def round(self, out: Tensor, dtype: torch.dtype) -> Tensor:
+    def round(
+        self,
+        out: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
         """`out` in `dtype`, on the grid. With the gradient of the identity."""
         return self.rounded(out, dtype, _Round.apply)
 
@@ -124,7 +128,11 @@ class _Round(torch.autograd.Function):
         return value.mul(scale).round_().mul_(1 / scale)  # powers of two: only `round_` rounds
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # type: ignore[override]
+    def setup_context(
+        ctx: Any,
+        inputs: Any,
+        output: Any,
+    ) -> None:  # type: ignore[override]
         pass
 
     @staticmethod
@@ -132,7 +140,11 @@ class _Round(torch.autograd.Function):
         return grad, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:  # type: ignore[override]
+    def jvp(
+        ctx: Any,
+        tangent: Tensor,
+        _: None,
+    ) -> Tensor:  # type: ignore[override]
         return tangent.clone()
 
 
@@ -142,13 +154,25 @@ class OnGrid(Additive):
 
     grid: Grid
 
-    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        out: Tensor,
+    ) -> Tensor:
         return x + self.grid.round(out, x.dtype)
 
-    def inverse(self, y: Tensor, out: Tensor) -> Tensor:
+    def inverse(
+        self,
+        y: Tensor,
+        out: Tensor,
+    ) -> Tensor:
         return y - self.grid.rounded(out, y.dtype)
 
-    def inverse_(self, y: Tensor, out: Tensor) -> Tensor:  # type: ignore[override]
+    def inverse_(
+        self,
+        y: Tensor,
+        out: Tensor,
+    ) -> Tensor:  # type: ignore[override]
         return y.sub_(self.grid.rounded(out, y.dtype))
 
 
@@ -158,7 +182,11 @@ class OverwriteOnGrid(Overwrite):
 
     grid: Grid
 
-    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        out: Tensor,
+    ) -> Tensor:
         return self.grid.round(out, x.dtype)
 
 
@@ -174,14 +202,24 @@ class ScaledOnGrid(Coupling):
     at: Position | None  # of its store; None where a is 1 or -1 (nothing is lost), or 0 (all is)
     stores_digits = True
 
-    def forward(self, x: Tensor, words: Words, *out: Tensor) -> tuple[Tensor, Words]:  # type: ignore[override]
+    def forward(
+        self,
+        x: Tensor,
+        words: Words,
+        *out: Tensor,
+    ) -> tuple[Tensor, Words]:  # type: ignore[override]
         value, words = self._multiple(x.detach(), words)
         sign = self._sign(x, out)
         # Plus zero: -0.0 would be rebuilt as 0.0, and a function may tell them apart.
         scaled = _Multiple.apply(x, value * sign + 0.0, self.coupling.a * sign)
         return scaled + self.grid.round(self.coupling.addend(*out), x.dtype), words
 
-    def inverse(self, y: Tensor, words: Words, *out: Tensor) -> tuple[Tensor, Words]:  # type: ignore[override]
+    def inverse(
+        self,
+        y: Tensor,
+        words: Words,
+        *out: Tensor,
+    ) -> tuple[Tensor, Words]:  # type: ignore[override]
         scaled = y - self.grid.rounded(self.coupling.addend(*out), y.dtype)
         if isinstance(self.coupling, BdiaUpdate):
             scaled.mul_(self._sign(y, out))
@@ -192,13 +230,21 @@ class ScaledOnGrid(Coupling):
         whole, words = divide(whole, words, self.at)
         return self._from_whole(whole, y), words
 
-    def _multiple(self, x: Tensor, words: Words) -> tuple[Tensor, Words]:
+    def _multiple(
+        self,
+        x: Tensor,
+        words: Words,
+    ) -> tuple[Tensor, Words]:
         if self.at is None:
             return x * self.coupling.a, words
         whole, words = multiply(self._to_whole(x), words, self.at)
         return self._from_whole(whole, x), words
 
-    def _sign(self, x: Tensor, out: tuple[Tensor, ...]) -> Any:
+    def _sign(
+        self,
+        x: Tensor,
+        out: tuple[Tensor, ...],
+    ) -> Any:
         """The sign of each sample, where the coupling draws one: see `BdiaUpdate`."""
         return out[1].to(x.dtype) if isinstance(self.coupling, BdiaUpdate) else 1.0
 
@@ -209,7 +255,11 @@ class ScaledOnGrid(Coupling):
         is_small = real.dtype == torch.float32 and self.at.ratio.n < 64
         return steps.to(torch.int32 if is_small else torch.int64)
 
-    def _from_whole(self, whole: Tensor, like: Tensor) -> Tensor:
+    def _from_whole(
+        self,
+        whole: Tensor,
+        like: Tensor,
+    ) -> Tensor:
         dtype = like.dtype.to_real()
         real = whole.to(dtype).mul_(2.0 ** -self.grid.bits_of(dtype))
         return torch.view_as_complex(real) if like.is_complex() else real
@@ -221,11 +271,19 @@ class _Multiple(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, value: Tensor, factor: Any) -> Tensor:  # type: ignore[override]
+    def forward(
+        x: Tensor,
+        value: Tensor,
+        factor: Any,
+    ) -> Tensor:  # type: ignore[override]
         return value
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # type: ignore[override]
+    def setup_context(
+        ctx: Any,
+        inputs: Any,
+        output: Any,
+    ) -> None:  # type: ignore[override]
         ctx.factor = inputs[2]
 
     @staticmethod
@@ -233,7 +291,11 @@ class _Multiple(torch.autograd.Function):
         return grad * ctx.factor, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:  # type: ignore[override]
+    def jvp(
+        ctx: Any,
+        tangent: Tensor,
+        *others: None,
+    ) -> Tensor:  # type: ignore[override]
         return tangent * ctx.factor
 
 
@@ -299,7 +361,11 @@ class Precision:
                 f"and {coupling.a!r} is none. Round it, for instance to {round(coupling.a, 2)!r}."
             )
 
-    def on_grid(self, program: Sequence[AnyStep], rebuilt: set[str]) -> list[AnyStep]:
+    def on_grid(
+        self,
+        program: Sequence[AnyStep],
+        rebuilt: set[str],
+    ) -> list[AnyStep]:
         """The program with couplings on the grid, if there is one.
 
         `rebuilt` are the streams that live on the grid: see `program.rebuilt_streams`.
@@ -314,14 +380,22 @@ class Precision:
             for step in program
         ]
 
-    def _positions(self, program: Sequence[AnyStep], target: str) -> list[Position]:
+    def _positions(
+        self,
+        program: Sequence[AnyStep],
+        target: str,
+    ) -> list[Position]:
         """Of the store of a stream, at each update that loses digits."""
         factors = [
             step.coupling.a for step in program if step.target == target and _loses(step.coupling)
         ]
         return positions([ratio for ratio in map(ratio_of, factors) if ratio is not None])
 
-    def _coupling(self, coupling: Any, store: Iterator[Position]) -> Any:
+    def _coupling(
+        self,
+        coupling: Any,
+        store: Iterator[Position],
+    ) -> Any:
         assert self.grid is not None
         if type(coupling) is Additive:
             return OnGrid(self.grid)

@@ -23,11 +23,19 @@ AnyObserver = TypeVar("AnyObserver", bound="Observer")
 class Observer:
     """The base class: changes nothing. Override what you need."""
 
-    def memory(self, stack: nn.Module, memory: MemoryMode) -> MemoryMode:
+    def memory(
+        self,
+        stack: nn.Module,
+        memory: MemoryMode,
+    ) -> MemoryMode:
         """The memory mode for a call of `stack`, which would use `memory`."""
         return memory
 
-    def verify(self, stack: nn.Module, verify: VerifyCalls) -> VerifyCalls:
+    def verify(
+        self,
+        stack: nn.Module,
+        verify: VerifyCalls,
+    ) -> VerifyCalls:
         """When a call of `stack`, whose setting is `verify`, is verified."""
         return verify
 
@@ -63,7 +71,11 @@ def observed_verify(stack: nn.Module, verify: VerifyCalls) -> VerifyCalls:
     return verify
 
 
-def observed_guards(stack: nn.Module, program: Program, guards: list[Guard]) -> list[Guard]:
+def observed_guards(
+    stack: nn.Module,
+    program: Program,
+    guards: list[Guard],
+) -> list[Guard]:
     for observer in observers:
         guards = observer.guards(stack, program, guards)
     return guards

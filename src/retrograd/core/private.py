@@ -38,7 +38,11 @@ class DispatchMode(TorchDispatchMode):
         return True
 
 
-def run_in_mode(mode: DispatchMode, function: Callable[..., Any], *args: Any) -> Any:
+def run_in_mode(
+    mode: DispatchMode,
+    function: Callable[..., Any],
+    *args: Any,
+) -> Any:
     """What `with mode: return function(*args)` does, but an interrupt leaves no mode behind.
 
     [Note: interrupts] A `with` statement that does not lose `__exit__` would replace it.
@@ -68,7 +72,13 @@ class PassiveMode(DispatchMode):
     ran in a mode runs again in one.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         return func(*args, **(kwargs or {}))
 
 

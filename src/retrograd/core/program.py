@@ -204,7 +204,11 @@ def combine(
     return tuple([rule(leaf, *out) for leaf, out in zip(target, output)])
 
 
-def with_reads(step: Step, output: Output, state: State) -> Output:
+def with_reads(
+    step: Step,
+    output: Output,
+    state: State,
+) -> Output:
     """An output, and the streams that its function reads, for a coupling that gets both."""
     if not step.gets_reads:
         return output

@@ -34,7 +34,11 @@ class Readback:
         self.pending: list[Pending] = []
         self.scheduled_in = -1  # the run of backward at whose end they are read
 
-    def add(self, tensors: Sequence[Tensor], look: Look) -> None:
+    def add(
+        self,
+        tensors: Sequence[Tensor],
+        look: Look,
+    ) -> None:
         """Call `look` with the values of these tensors, once they are read."""
         self.pending.append(Pending(tensors, look))
 
@@ -59,7 +63,11 @@ class Readback:
 class ReadAtOnce(Readback):
     """Reads whatever is added, at once."""
 
-    def add(self, tensors: Sequence[Tensor], look: Look) -> None:
+    def add(
+        self,
+        tensors: Sequence[Tensor],
+        look: Look,
+    ) -> None:
         super().add(tensors, look)
         self.read()
 

@@ -80,7 +80,11 @@ def save_leaves(leaves: Iterable[Tensor], hooks: Hooks | None = None) -> tuple[S
     return tuple([save(leaf.detach(), hooks) for leaf in leaves])
 
 
-def load_leaves(saved: Iterable[Saved], where: str, what: str) -> tuple[Tensor, ...]:
+def load_leaves(
+    saved: Iterable[Saved],
+    where: str,
+    what: str,
+) -> tuple[Tensor, ...]:
     """The saved leaves of a stream, as new aliases."""
     return tuple([leaf.get(where, what).detach() for leaf in saved])
 

@@ -91,23 +91,42 @@ def read(
 class StreamRule(Protocol):
     """How one input tensor becomes two streams, and two streams one output tensor."""
 
-    def split(self, x: Tensor, /) -> tuple[Tensor, Tensor]: ...
+    def split(self, x: Tensor, /) -> tuple[Tensor, ...]: ...
     def join(self, y1: Tensor, y2: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Duplicate:
-    """Both streams start as the input; the output is their mean, or their sum.
+    """Both streams start as the input; the output is their mean, their sum, or both of them.
 
-    The network is as wide as the input. The merge is not invertible, so `stack.inverse` needs
-    `Split` instead.
+    The network is as wide as the input. Mean and sum are not invertible, so `stack.inverse` needs
+    `merge="cat"`, which concatenates the streams along `dim`, or `Split`.
     """
 
-    merge: Literal["mean", "sum"] = "mean"
+    merge: Literal["mean", "sum", "cat"] = "mean"
+    dim: int = -1
 
     def __post_init__(self) -> None:
-        if self.merge not in ("mean", "sum"):
-            raise ValueError(f'Duplicate(merge={self.merge!r}): merge must be "mean" or "sum".')
+        if self.merge not in ("mean", "sum", "cat"):
+            raise ValueError(
+                f'Duplicate(merge={self.merge!r}): merge must be "mean", "sum" or "cat".'
+            )
+
+    @property
+    def invertible(self) -> bool:
+        return self.merge == "cat"
+
+    def unjoin(self, y: Tensor) -> tuple[Tensor, ...]:
+        """The streams that an output consists of, for `inverse`."""
+        return Split(self.dim).split(y)
+
+    def rejoin(
+        self,
+        x1: Tensor,
+        x2: Tensor,
+    ) -> Tensor:
+        """The input that two streams started as, for `inverse`."""
+        return x1
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x
@@ -117,38 +136,67 @@ class Duplicate:
         y1: Tensor,
         y2: Tensor,
     ) -> Tensor:
+        if self.merge == "cat":
+            return torch.cat((y1, y2), self.dim)
         return (y1 + y2) / 2 if self.merge == "mean" else y1 + y2
 
 
 @dataclass(frozen=True)
 class Split:
-    """The streams are the two halves of the input along `dim`; the output concatenates them."""
+    """The streams are parts of the input along `dim`; the output concatenates them.
+
+    Args:
+        dim: the dimension that is split.
+        parts: how many equal parts: 2 for a stack of pairs. Or the size of each part.
+
+    Example:
+        >>> [part.shape[-1] for part in rg.Split(parts=(2, 6)).split(torch.zeros(3, 8))]
+        [2, 6]
+    """
 
     dim: int = -1
+    parts: int | tuple[int, ...] = 2
     invertible = True  # no annotation: a fact about the class, not a field
 
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def __post_init__(self) -> None:
+        sizes = (self.parts,) if isinstance(self.parts, int) else self.parts
+        if not sizes or not all(type(size) is int and size > 0 for size in sizes):
+            raise ValueError(
+                f"Split(parts={self.parts!r}): pass a number of equal parts, or a tuple with the "
+                "size of each."
+            )
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
         if not -x.ndim <= self.dim < x.ndim:
             raise ValueError(
                 f"Split(dim={self.dim}): the input has {x.ndim} dimensions ({describe(x)}). "
                 "Choose dim within them."
             )
-        size = x.shape[self.dim]
-        if size % 2:
-            raise ValueError(
-                f"Split(dim={self.dim}): size {size} of {describe(x)} is odd and has no two equal "
-                f"halves. Pad it to {size + 1}, choose another dim, or use streams=rg.Duplicate()."
-            )
-        x1, x2 = x.chunk(2, self.dim)
-        # Cloned even where a half is dense: as a view it would keep all of the input alive.
-        return x1.clone(), x2.clone()
+        parts = x.split(self._sizes(x), self.dim)
+        # Cloned even where a part is dense: as a view it would keep all of the input alive.
+        return tuple([part.clone() for part in parts])
 
-    def join(
-        self,
-        y1: Tensor,
-        y2: Tensor,
-    ) -> Tensor:
-        return torch.cat((y1, y2), self.dim)
+    def _sizes(self, x: Tensor) -> list[int]:
+        size = x.shape[self.dim]
+        if not isinstance(self.parts, int):
+            if sum(self.parts) != size:
+                raise ValueError(
+                    f"Split(parts={self.parts}): the parts have {sum(self.parts)} elements, and "
+                    f"{describe(x)} has {size} along dim {self.dim}."
+                )
+            return list(self.parts)
+        if size % self.parts:
+            larger = -(-size // self.parts) * self.parts
+            what = "is odd and has no two" if self.parts == 2 else f"has no {self.parts}"
+            halves = "halves" if self.parts == 2 else "parts"
+            raise ValueError(
+                f"Split(dim={self.dim}): size {size} of {describe(x)} {what} equal {halves}. Pad "
+                f"it to {larger}, choose another dim, or use streams=rg.Duplicate()."
+            )
+        return [size // self.parts] * self.parts
+
+    def join(self, *parts: Tensor) -> Tensor:
+        return torch.cat(parts, self.dim)
 
 
 @dataclass(frozen=True)

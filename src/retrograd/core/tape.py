@@ -208,7 +208,11 @@ class Tape(Pass):
         if hooks.ran_backward:
             self.local_backward.updates.add(update.index)
 
-    def _record(self, update: Application, needs_grad: list[bool]) -> Record:
+    def _record(
+        self,
+        update: Application,
+        needs_grad: list[bool],
+    ) -> Record:
         record = Record()
         record.needs_grad = needs_grad
         record.dtypes = self.dtypes
@@ -392,7 +396,11 @@ class ForwardHooks:
         "walk",
     )
 
-    def __init__(self, walk: Walk, index: int) -> None:
+    def __init__(
+        self,
+        walk: Walk,
+        index: int,
+    ) -> None:
         self.walk = walk
         self.index = index
         self.recording: list[Tensor] = []  # what autograd saves while the function runs

@@ -56,7 +56,11 @@ class Coupling:
         forward: Callable[..., Tensor]
         inverse: Callable[..., Tensor]
 
-    def inverse_(self, y: Tensor, *out: Tensor) -> Tensor:
+    def inverse_(
+        self,
+        y: Tensor,
+        *out: Tensor,
+    ) -> Tensor:
         """`inverse` that may overwrite `y`, which nobody else uses.
 
         Optional; saves one stream at the peak.
@@ -79,13 +83,25 @@ class Additive(Coupling):
     Kept: nothing. Rebuilt: the target, in place where no one else sees it.
     """
 
-    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        out: Tensor,
+    ) -> Tensor:
         return x + out
 
-    def inverse(self, y: Tensor, out: Tensor) -> Tensor:
+    def inverse(
+        self,
+        y: Tensor,
+        out: Tensor,
+    ) -> Tensor:
         return y - out
 
-    def inverse_(self, y: Tensor, out: Tensor) -> Tensor:  # type: ignore[override]
+    def inverse_(
+        self,
+        y: Tensor,
+        out: Tensor,
+    ) -> Tensor:  # type: ignore[override]
         return y.sub_(out)
 
 
@@ -158,13 +174,25 @@ class Scaled(Coupling):
         """What is added to the scaled target."""
         return out
 
-    def forward(self, x: Tensor, *out: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *out: Tensor,
+    ) -> Tensor:
         return self.a * x + self.addend(*out)
 
-    def inverse(self, y: Tensor, *out: Tensor) -> Tensor:
+    def inverse(
+        self,
+        y: Tensor,
+        *out: Tensor,
+    ) -> Tensor:
         return (y - self.addend(*out)) / self.a
 
-    def inverse_(self, y: Tensor, *out: Tensor) -> Tensor:
+    def inverse_(
+        self,
+        y: Tensor,
+        *out: Tensor,
+    ) -> Tensor:
         return y.sub_(self.addend(*out)).div_(self.a)
 
 
@@ -227,13 +255,21 @@ class TwoStepUpdate(Scaled):
     def is_lossy(self) -> bool:  # type: ignore[override]
         return self.a == 0
 
-    def addend(self, out: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
+    def addend(
+        self,
+        out: Tensor,
+        b: Tensor,
+    ) -> Tensor:  # type: ignore[override]
         added = out.to(b.dtype)
         if self.scale != 1:
             added = self.scale * added
         return self.current * b + added if self.current else added
 
-    def forward(self, x: Tensor, *out: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *out: Tensor,
+    ) -> Tensor:
         if self.a == 0:
             return self.addend(*out)
         return (x if self.a == 1 else self.a * x) + self.addend(*out)
@@ -246,17 +282,34 @@ class BdiaUpdate(Scaled):
     returns = ("out", "sign")
     gets_reads = True
 
-    def addend(self, out: Tensor, sign: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
+    def addend(
+        self,
+        out: Tensor,
+        sign: Tensor,
+        b: Tensor,
+    ) -> Tensor:  # type: ignore[override]
         gamma = (self.a * sign).to(b.dtype)
         return (1 - gamma) * b + (1 + gamma) * out
 
-    def forward(self, x: Tensor, *out: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *out: Tensor,
+    ) -> Tensor:
         return (self.a * out[1]).to(x.dtype) * x + self.addend(*out)
 
-    def inverse(self, y: Tensor, *out: Tensor) -> Tensor:
+    def inverse(
+        self,
+        y: Tensor,
+        *out: Tensor,
+    ) -> Tensor:
         return (y - self.addend(*out)) * out[1].to(y.dtype) / self.a
 
-    def inverse_(self, y: Tensor, *out: Tensor) -> Tensor:
+    def inverse_(
+        self,
+        y: Tensor,
+        *out: Tensor,
+    ) -> Tensor:
         return y.sub_(self.addend(*out)).mul_(out[1]).div_(self.a)
 
 
@@ -266,10 +319,18 @@ class Overwrite(Coupling):
 
     is_lossy = True
 
-    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        out: Tensor,
+    ) -> Tensor:
         return out
 
-    def inverse(self, y: Tensor, out: Tensor) -> Tensor:
+    def inverse(
+        self,
+        y: Tensor,
+        out: Tensor,
+    ) -> Tensor:
         raise AssertionError("an overwritten target is kept, not rebuilt")
 
 

@@ -176,7 +176,12 @@ class ForwardContext:
 
     __slots__ = ("__weakref__", "objects", "program", "structure")
 
-    def __init__(self, program: Program, structure: Structure, arguments: KeywordArguments) -> None:
+    def __init__(
+        self,
+        program: Program,
+        structure: Structure,
+        arguments: KeywordArguments,
+    ) -> None:
         self.program = HeldProgram(program)
         self.structure = structure
         self.objects = arguments.hand_over_objects()
@@ -198,7 +203,11 @@ class HoldContext(torch.autograd.Function):
     """The identity; its node holds a `ForwardContext`, seen by the garbage collector."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, context: ForwardContext) -> Tensor:
+    def forward(
+        ctx: Any,
+        leaf: Tensor,
+        context: ForwardContext,
+    ) -> Tensor:
         ctx.forward_context = context
         return leaf.detach()
 
@@ -237,7 +246,11 @@ class Walk:
 
     # --- called by the tape, in forward
 
-    def remember(self, record: Record, hooks: ForwardHooks) -> None:
+    def remember(
+        self,
+        record: Record,
+        hooks: ForwardHooks,
+    ) -> None:
         self.records.append(record)
         self.hooks.append(weakref.ref(hooks))
 
@@ -251,7 +264,11 @@ class Walk:
     # --- called by autograd, in backward
 
     @never_compiled
-    def saved_tensor(self, hooks: ForwardHooks, slot: int) -> Saved:
+    def saved_tensor(
+        self,
+        hooks: ForwardHooks,
+        slot: int,
+    ) -> Saved:
         """A tensor that autograd saved of an update, made again."""
         # Backward may be called from a compiled function, and the compiler would compile functions
         # that forward ran as they are. [Note: torch.compile]
@@ -261,12 +278,21 @@ class Walk:
             return self._saved_tensor_at_home(self.home, hooks, slot)
         return self._saved_tensor(hooks, slot)
 
-    def _saved_tensor_at_home(self, home: HomeStreams, hooks: ForwardHooks, slot: int) -> Saved:
+    def _saved_tensor_at_home(
+        self,
+        home: HomeStreams,
+        hooks: ForwardHooks,
+        slot: int,
+    ) -> Saved:
         saved = home.run(functools.partial(self._saved_tensor, hooks, slot))
         used_elsewhere(saved.content)
         return saved
 
-    def _saved_tensor(self, hooks: ForwardHooks, slot: int) -> Saved:
+    def _saved_tensor(
+        self,
+        hooks: ForwardHooks,
+        slot: int,
+    ) -> Saved:
         index = hooks.index
         with self.lock:
             if self.held_context is None:
@@ -283,11 +309,19 @@ class Walk:
             return found
 
     @without_compiler
-    def _saved_tensor_uncompiled(self, hooks: ForwardHooks, slot: int) -> Saved:
+    def _saved_tensor_uncompiled(
+        self,
+        hooks: ForwardHooks,
+        slot: int,
+    ) -> Saved:
         return self._saved_tensor(hooks, slot)
 
     @without_compiler
-    def arrive(self, index: int, _: object) -> None:
+    def arrive(
+        self,
+        index: int,
+        _: object,
+    ) -> None:
         """A hook that runs when backward arrives at the output of update `index`.
 
         [Note: an optimizer inside backward] Usually the walk waits until a saved tensor is asked
@@ -362,7 +396,11 @@ class Walk:
         elif self.anchor is None:
             self.anchor = StartingPoint(position, save_state(self.state))
 
-    def recompute(self, index: int, undo: bool) -> None:
+    def recompute(
+        self,
+        index: int,
+        undo: bool,
+    ) -> None:
         """Run update `index` again and give its hooks what autograd saves.
 
         With `undo`, the state becomes that before the update. Without, it is that already.
@@ -398,7 +436,11 @@ class Walk:
             for after_undo in self.guards.after_undo:
                 after_undo(index, self.state)
 
-    def rebuild(self, index: int, output: Output) -> None:
+    def rebuild(
+        self,
+        index: int,
+        output: Output,
+    ) -> None:
         """Undo update `index`, given what its function returned."""
         step = self.program[index]
         target = self.state[step.target]
@@ -426,7 +468,11 @@ class Walk:
         self.state[step.target] = tuple(rebuilt)
         self.position = index
 
-    def _rebuild_with_digits(self, index: int, output: Output) -> None:
+    def _rebuild_with_digits(
+        self,
+        index: int,
+        output: Output,
+    ) -> None:
         step = self.program[index]
         update = Application(self.program, index, self.state, self.specs[step.target], [])
         update.output = output
@@ -441,13 +487,21 @@ class Walk:
         self.state[digits_of(step.target)] = update.digits
         self.position = index
 
-    def restore_target(self, index: int, target: tuple[Tensor, ...]) -> None:
+    def restore_target(
+        self,
+        index: int,
+        target: tuple[Tensor, ...],
+    ) -> None:
         """Put back the target before update `index`."""
         self.position = None
         self.state[self.program[index].target] = target
         self.position = index
 
-    def resume_from(self, index: int, streams: SavedState) -> None:
+    def resume_from(
+        self,
+        index: int,
+        streams: SavedState,
+    ) -> None:
         """Continue with the streams before update `index`, which forward kept."""
         where = f"backward through {place(self.program, index)}"
         self.position = None
@@ -639,7 +693,11 @@ class Rerun:
     same target. What they make stays until the walk gets there.
     """
 
-    def __init__(self, walk: Walk, index: int) -> None:
+    def __init__(
+        self,
+        walk: Walk,
+        index: int,
+    ) -> None:
         self.walk = walk
         self.index = index
 
@@ -673,7 +731,11 @@ class Rerun:
         where = f"backward through {place(walk.program, index)}"
         return load_leaves(saved, where, "a stream that was kept")
 
-    def _run(self, index: int, target: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _run(
+        self,
+        index: int,
+        target: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
         """The target after update `index`. What autograd saves is dropped at once."""
         walk = self.walk
         step = walk.program[index]

@@ -14,6 +14,10 @@ class BatchedGradients(Guard):
     def before_backward(self) -> bool:
         return vmap_level() > 0
 
-    def before_recompute(self, index: int, undo: Undo) -> None:
+    def before_recompute(
+        self,
+        index: int,
+        undo: Undo,
+    ) -> None:
         undo.add(set_vmap_level, vmap_level())
         set_vmap_level(0)

@@ -74,7 +74,11 @@ class Buffers(Guard):
             function = self.structure.functions[update.index]
             self.seen = look_at_buffers(function.modules, function.usage.written_buffers)
 
-    def found_module(self, module: nn.Module, written: set[BufferName]) -> None:
+    def found_module(
+        self,
+        module: nn.Module,
+        written: set[BufferName],
+    ) -> None:
         """A function that runs is about to call this module, for the first time."""
         self.seen += look_at_buffers([module], written)
 

@@ -21,7 +21,11 @@ from retrograd.core.updates import TRUSTED
 
 
 class CouplingTrial(Guard):
-    def __init__(self, program: Program, is_exact: bool) -> None:
+    def __init__(
+        self,
+        program: Program,
+        is_exact: bool,
+    ) -> None:
         self.untried = untrusted(program)
         self.is_exact = is_exact
 
@@ -55,7 +59,11 @@ class CouplingTrial(Guard):
         if off > limit:
             raise errors.wrong_inverse(update.where, name, off, limit, dtype_name(x.dtype))
 
-    def _try_transform(self, update: Application, inverse: Callable[..., object]) -> None:
+    def _try_transform(
+        self,
+        update: Application,
+        inverse: Callable[..., object],
+    ) -> None:
         copies = [leaf.detach().clone() for leaf in update.result]
         value = inverse(unflatten(copies, update.spec), **update.arguments)
         if any(copy._version for copy in copies):
@@ -72,7 +80,12 @@ class CouplingTrial(Guard):
                     what = f"misses the target by {off:.1e} of its size (limit {limit:.1e})"
                     raise errors.wrong_transform(update.where, what)
 
-    def _distance(self, x: Tensor, rebuilt: Tensor, scale: float) -> tuple[float, float]:
+    def _distance(
+        self,
+        x: Tensor,
+        rebuilt: Tensor,
+        scale: float,
+    ) -> tuple[float, float]:
         """How far off a rebuilt target is, relative to `scale`, and how far it may be."""
         off = (rebuilt - x).abs().max().item() / (scale or 1.0)
         return off, 0.0 if self.is_exact else torch.finfo(x.dtype).eps ** 0.5

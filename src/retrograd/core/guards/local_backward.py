@@ -18,7 +18,11 @@ class LocalBackward(Guard):
     def before_backward(self) -> bool:
         return bool(self.updates)
 
-    def before_recompute(self, index: int, undo: Undo) -> None:
+    def before_recompute(
+        self,
+        index: int,
+        undo: Undo,
+    ) -> None:
         if index not in self.updates:
             return
         for parameter in self.structure.functions[index].parameters:

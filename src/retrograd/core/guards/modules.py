@@ -95,13 +95,21 @@ class ModuleState(Guard):
             _set_requires_grad(parameter, flag, undo)
 
 
-def _set_training(module: nn.Module, flag: bool, undo: Undo) -> None:
+def _set_training(
+    module: nn.Module,
+    flag: bool,
+    undo: Undo,
+) -> None:
     if module.training != flag:
         undo.add(setattr, module, "training", module.training)
         module.training = flag
 
 
-def _set_requires_grad(parameter: Tensor, flag: bool, undo: Undo) -> None:
+def _set_requires_grad(
+    parameter: Tensor,
+    flag: bool,
+    undo: Undo,
+) -> None:
     if parameter.requires_grad != flag and parameter.is_leaf:
         undo.add(parameter.requires_grad_, not flag)
         parameter.requires_grad_(flag)

@@ -59,7 +59,11 @@ class RandomState(Guard):
         self.states[-1] = [*self.states[-1], as_bytes(found.get())]
         self.has_drawn = True
 
-    def found_device(self, device: torch.device, where: str) -> None:
+    def found_device(
+        self,
+        device: torch.device,
+        where: str,
+    ) -> None:
         """A function that runs is about to draw from the default generator of this device."""
         found = default_generator(device)
         if found is None:

@@ -18,6 +18,10 @@ from retrograd.core.program import Application
 class Scripts(Guard):
     rebuilt_only = False  # one run that is rewritten changes all later ones
 
-    def call(self, update: Application, run: Callable[[], Any]) -> Any:
+    def call(
+        self,
+        update: Application,
+        run: Callable[[], Any],
+    ) -> Any:
         with torch.jit.optimized_execution(False):
             return run()
