@@ -9,8 +9,9 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def measure(size: Size, rounds: int, names: Collection[str] | None = None) -> li
     networks = {
         name: network for name, network in contestants(size, names).items() if fits(network, x)
     }
-    times = _times(networks, x, rounds)
+    times = in_turn({name: partial(seconds, net, x) for name, net in networks.items()}, rounds)
     plain = networks["plain"]
     plain_flops = flops(plain, x)
     rows: list[dict[str, Any]] = []
@@ -96,12 +97,12 @@ def measure(size: Size, rounds: int, names: Collection[str] | None = None) -> li
     return rows
 
 
-def _times(networks: dict[str, nn.Module], x: Tensor, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step of each network. They take steps in turn; the first two warm up."""
-    times: dict[str, list[float]] = {name: [] for name in networks}
+def in_turn(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each timer returns in each round. They run in turn; the first two rounds warm up."""
+    times: dict[str, list[float]] = {name: [] for name in timers}
     for i in range(WARM_UP + rounds):
-        for name, network in networks.items():
-            taken = seconds(network, x)
+        for name, timer in timers.items():
+            taken = timer()
             if i >= WARM_UP:
                 times[name].append(taken)
     return times

@@ -17,7 +17,8 @@ from benchmarks import compare_checkouts, matrix, overhead
 from benchmarks.__main__ import main
 from retrograd.core.observe import Observer
 
-PARTS = {"__init__", "cases", "steps", "matrix"}  # of the command `python -m benchmarks`
+# Of the commands `python -m benchmarks` and `python -m benchmarks.gpu`.
+PARTS = {"__init__", "cases", "steps", "matrix", "gpu_measure", "gpu_table"}
 COMMANDS = {path.stem for path in Path(overhead.__file__).parent.glob("*.py")} - PARTS
 
 

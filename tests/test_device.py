@@ -8,6 +8,7 @@ device before its first backward.
 import collections
 import copy
 import itertools
+import os
 import threading
 
 import pytest
@@ -19,15 +20,31 @@ import retrograd as rg
 from retrograd.measure import LiveBytes
 from tests import device, test_compat_parity, zoo
 
-DEVICE = "rgdev"
+DEVICE = os.environ.get("RETROGRAD_DEVICE", device.NAME)  # benchmarks/gpu.py names another one
+KIND = DEVICE.split(":")[0]
 TENSORS = [case for case in zoo.REVERSED if case.value == "tensor"]
 ADDITIVE = [case for case in zoo.REVERSED if case.coupling == "additive"]
 CASE = zoo.Case("additive", "mean", "tensor", "reverse-all")
 
 
+ITSELF = pytest.mark.skipif(KIND != device.NAME, reason="of the test device itself")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _device():
-    device.load()
+    if KIND == device.NAME:
+        device.load()
+
+
+def state(where=DEVICE):
+    return torch.get_device_module(KIND).get_rng_state(where)
+
+
+def of_two(*places):
+    """Skip if there is only one device of this kind."""
+    if f"{KIND}:1" in places and torch.accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+    return places
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +61,7 @@ def build(case, where=DEVICE, **options):
 # --- the device itself
 
 
+@ITSELF
 def test_backward_runs_in_a_thread_of_each_device():
     threads = []
     for where in ("cpu", "rgdev:0", "rgdev:1"):
@@ -56,6 +74,7 @@ def test_backward_runs_in_a_thread_of_each_device():
     assert len(set(threads)) == 3
 
 
+@ITSELF
 def test_views_share_memory_and_versions():
     x = torch.zeros(4, 6, device=DEVICE)
     views = [x[1:3, ::2], x.t(), x.view(-1), x.unfold(0, 2, 2), x.diagonal(), *x.chunk(2)]
@@ -68,6 +87,7 @@ def test_views_share_memory_and_versions():
     assert torch.mm(x, x.t(), out=out) is out and out.shape == (4, 4)
 
 
+@ITSELF
 def test_devices_do_not_mix():
     a = torch.ones(2, 2, device=DEVICE)
     for b in (torch.ones(2, 2), torch.ones(2, 2, device="rgdev:1")):
@@ -92,6 +112,7 @@ def draws():
     ]
 
 
+@ITSELF
 def test_random_numbers_come_from_its_own_generators():
     cpu = torch.get_rng_state()
     before = torch.rgdev.get_rng_state()
@@ -108,6 +129,7 @@ def test_random_numbers_come_from_its_own_generators():
         assert not torch.equal(a, b)
 
 
+@ITSELF
 def test_generators_of_the_user():
     a, b = (torch.Generator(DEVICE).manual_seed(7) for _ in range(2))
     first = torch.rand(4, device=DEVICE, generator=a)
@@ -117,6 +139,7 @@ def test_generators_of_the_user():
         torch.rand(4, device=DEVICE, generator=torch.Generator())
 
 
+@ITSELF
 def test_autocast_casts_by_operation():
     linear = nn.Linear(4, 4, device=DEVICE)
     x = torch.randn(2, 4, device=DEVICE)
@@ -167,6 +190,7 @@ NO_WAITS = {
 }
 
 
+@ITSELF
 @pytest.mark.parametrize("name", WAITS)
 def test_waits_are_counted(name):
     operation, expected = WAITS[name]
@@ -178,6 +202,7 @@ def test_waits_are_counted(name):
     assert device.waits() == 1
 
 
+@ITSELF
 @pytest.mark.parametrize("name", NO_WAITS)
 def test_other_operations_do_not_wait(name):
     x = torch.randn(4, device=DEVICE)
@@ -186,6 +211,7 @@ def test_other_operations_do_not_wait(name):
     assert device.waits() == 0
 
 
+@ITSELF
 def test_uploads_are_counted_by_themselves():
     device.reset_waits()
     torch.tensor([1.0, 2.0], device=DEVICE)
@@ -195,6 +221,7 @@ def test_uploads_are_counted_by_themselves():
     assert (device.uploads(), device.waits()) == (2, 0)
 
 
+@ITSELF
 def test_the_allocator_counts_bytes():
     before = torch.accelerator.memory_allocated()
     x = torch.empty(1000, device=DEVICE)
@@ -225,7 +252,7 @@ def test_gradients_and_generators_are_those_of_plain_autograd(case, dropout):
     for run in (stack, lambda x: zoo.plain_stack(stack, x)):
         torch.manual_seed(5)
         gradients = zoo.gradients(stack, run(x), x)
-        results.append((gradients, torch.rgdev.get_rng_state(), torch.get_rng_state()))
+        results.append((gradients, state(), torch.get_rng_state()))
     (got, *states), (expected, *expected_states) = results
     assert zoo.worst(got, expected) < 1e-9
     assert all(map(torch.equal, states, expected_states))
@@ -239,9 +266,9 @@ def test_draws_between_forward_and_backward_do_not_disturb():
     y = stack(x)
     torch.randn(3, device=DEVICE)
     torch.randn(3)
-    before = torch.rgdev.get_rng_state(), torch.get_rng_state()
+    before = state(), torch.get_rng_state()
     assert zoo.worst(zoo.gradients(stack, y, x), expected) < 1e-9
-    assert all(map(torch.equal, before, (torch.rgdev.get_rng_state(), torch.get_rng_state())))
+    assert all(map(torch.equal, before, (state(), torch.get_rng_state())))
 
 
 @pytest.mark.parametrize("backward_under_autocast", [False, True])
@@ -251,9 +278,9 @@ def test_autocast(case, backward_under_autocast):
     gradients = []
     for run in (stack, lambda x: zoo.plain_stack(stack, x)):
         torch.manual_seed(0)
-        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        with torch.autocast(KIND, dtype=torch.bfloat16):
             y = run(x)
-        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=backward_under_autocast):
+        with torch.autocast(KIND, dtype=torch.bfloat16, enabled=backward_under_autocast):
             gradients.append(zoo.gradients(stack, y, x))
     assert zoo.worst(*gradients) < 2e-2
 
@@ -265,13 +292,13 @@ def test_autocast_is_that_of_forward(memory):
 
     class Spy(nn.Linear):
         def forward(self, x):
-            state = torch.is_autocast_enabled(DEVICE), torch.get_autocast_dtype(DEVICE)
+            state = torch.is_autocast_enabled(KIND), torch.get_autocast_dtype(KIND)
             seen.append((rg.is_recomputing(), *state, threading.get_ident()))
             return super().forward(x)
 
     blocks = [(Spy(4, 4, device=DEVICE), Spy(4, 4, device=DEVICE)) for _ in range(3)]
     stack = rg.ReversibleSequence(blocks, memory=zoo.MEMORY[memory])
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+    with torch.autocast(KIND, dtype=torch.bfloat16):
         y = stack(torch.randn(2, 4, device=DEVICE))
     y.sum().backward()
     assert {state[1:3] for state in seen} == {(True, torch.bfloat16)}
@@ -313,9 +340,10 @@ class Moving(nn.Module):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("memory", zoo.MEMORY)
-@pytest.mark.parametrize("places", [("cpu", "rgdev:0"), ("rgdev:0", "rgdev:1")], ids="-".join)
+@pytest.mark.parametrize("places", [("cpu", f"{KIND}:0"), (f"{KIND}:0", f"{KIND}:1")], ids="-".join)
 def test_streams_on_two_devices(places, memory, dropout):
     """Four streams, two on each device, that read each other. Autograd uses a thread for each."""
+    of_two(*places)
     updates = []
     for _ in range(3):
         for i, where in enumerate(places):
@@ -348,7 +376,7 @@ def test_exact_is_keep_to_the_bit(case, dtype):
         pairs = [(block.f, block.g) for block in stack.blocks]
         exact = rg.ReversibleSequence(pairs, streams=stack.streams, memory=memory, exact=True)
         torch.manual_seed(1)
-        with torch.autocast(DEVICE, dtype=dtype, enabled=dtype is not None):
+        with torch.autocast(KIND, dtype=dtype, enabled=dtype is not None):
             y = exact(x)
         results.append([*zoo.leaves(y), *zoo.gradients(exact, y, x)])
     assert all(map(torch.equal, *results))
@@ -393,10 +421,10 @@ def test_budget(share):
 def test_plan():
     stack = deep(make=lambda: mlp(dropout=0.1), memory=rg.Budget("50%"))
     x = torch.randn(64, 16, device=DEVICE)
-    states = torch.rgdev.get_rng_state(), torch.get_rng_state()
+    states = state(), torch.get_rng_state()
     plan = stack.plan(x)
     assert 0 < plan.peak <= plan.plain / 2
-    assert all(map(torch.equal, states, (torch.rgdev.get_rng_state(), torch.get_rng_state())))
+    assert all(map(torch.equal, states, (state(), torch.get_rng_state())))
 
 
 def test_peak_memory_does_not_grow_with_depth():
@@ -450,7 +478,8 @@ def test_save_on_cpu(case, pin_memory):
 @pytest.mark.parametrize("memory", zoo.MEMORY)
 def test_a_model_that_moves_between_steps(memory):
     stack, x = zoo.Case("additive", "mean", "tensor", memory).build(dropout=0.2)
-    for where in ("cpu", "rgdev:0", "rgdev:1", "cpu", "rgdev:0"):
+    last = torch.accelerator.device_count() - 1
+    for where in ("cpu", f"{KIND}:0", f"{KIND}:{last}", "cpu", f"{KIND}:0"):
         stack.to(where)
         there = x.detach().to(where).requires_grad_()
         gradients = []

@@ -12,6 +12,7 @@ import pytest
 
 import retrograd as rg
 from benchmarks import __main__ as benchmarks
+from benchmarks import gpu
 from retrograd import cli
 from speedrun import __main__ as speedrun
 from tests.packages import load
@@ -25,6 +26,7 @@ PARSERS = {
     "retrograd": cli.parser,
     "speedrun": speedrun.parser,
     "benchmarks": benchmarks.parser,
+    "benchmarks.gpu": gpu.parser,
 }
 SITE = ("mkdocs", "material", "mkdocstrings")
 

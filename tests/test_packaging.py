@@ -24,7 +24,10 @@ ROOT = Path(__file__).parents[1]
 NAME = f"retrograd-{rg.__version__}"
 
 # What building and testing from the sdist takes: all that a clone has, except how CI starts.
-FOLDERS = ("src", "tests", "speedrun", "benchmarks", "compatibility", "examples", "docs")
+FOLDERS = (
+    *("src", "tests", "speedrun", "benchmarks"),
+    *("compatibility", "examples", "notebooks", "docs"),
+)
 FILES = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
     *("pyproject.toml", "constraints.txt", "conftest.py", "Makefile", "mkdocs.yml", ".gitignore"),
