@@ -410,9 +410,7 @@ def test_functions_that_leave_the_range_and_come_back_are_noticed():
 # --- what cannot be exact
 
 
-@pytest.mark.parametrize(
-    "coupling", [rg.Affine(), zoo.Scaled()], ids=lambda c: type(c).__name__
-)
+@pytest.mark.parametrize("coupling", [rg.Affine(), zoo.Scaled()], ids=lambda c: type(c).__name__)
 def test_couplings_that_multiply_by_anything_are_refused(coupling):
     with pytest.raises(
         ValueError,

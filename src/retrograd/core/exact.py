@@ -220,15 +220,22 @@ class ScaledOnGrid(Coupling):
         words: Words,
         *out: Tensor,
     ) -> tuple[Tensor, Words]:  # type: ignore[override]
-        scaled = y - self.grid.rounded(self.coupling.addend(*out), y.dtype)
+        return self.inverse_(y.clone(), words, *out)
+
+    def inverse_(
+        self,
+        y: Tensor,
+        words: Words,
+        *out: Tensor,
+    ) -> tuple[Tensor, Words]:  # type: ignore[override]
+        """`inverse` that overwrites `y`: at the peak every stream counts."""
+        y.sub_(self.grid.rounded(self.coupling.addend(*out), y.dtype))
         if isinstance(self.coupling, BdiaUpdate):
-            scaled.mul_(self._sign(y, out))
+            y.mul_(self._sign(y, out))
         if self.at is None:
-            return scaled.mul_(self.coupling.a).add_(0.0), words  # its own inverse: 1 or -1
-        whole = self._to_whole(scaled)
-        del scaled
-        whole, words = divide(whole, words, self.at)
-        return self._from_whole(whole, y), words
+            return y.mul_(self.coupling.a).add_(0.0), words  # its own inverse: 1 or -1
+        whole, words = divide(self._to_whole(y), words, self.at)
+        return y.copy_(self._from_whole(whole, y)), words
 
     def _multiple(
         self,

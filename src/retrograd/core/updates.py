@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 PairProgram = tuple[tuple[str, "str | None", tuple[str, ...]], ...]
@@ -263,7 +264,7 @@ class TwoStepUpdate(Scaled):
         added = out.to(b.dtype)
         if self.scale != 1:
             added = self.scale * added
-        return self.current * b + added if self.current else added
+        return torch.add(added, b, alpha=self.current) if self.current else added
 
     def forward(
         self,
@@ -273,6 +274,33 @@ class TwoStepUpdate(Scaled):
         if self.a == 0:
             return self.addend(*out)
         return (x if self.a == 1 else self.a * x) + self.addend(*out)
+
+
+class _TimesConstant(torch.autograd.Function):
+    """`x * factor`, where factor gets no gradient. Autograd saves no tensor for it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, factor: Tensor) -> Tensor:  # type: ignore[override]
+        return x * factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # type: ignore[override]
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad * ctx.factor, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:  # type: ignore[override]
+        return tangent * ctx.factor
+
+
+def times_constant(x: Tensor, factor: Tensor) -> Tensor:
+    """The product. Backward needs the factor only, a number for each sample."""
+    return _TimesConstant.apply(x, factor)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -289,14 +317,15 @@ class BdiaUpdate(Scaled):
         b: Tensor,
     ) -> Tensor:  # type: ignore[override]
         gamma = (self.a * sign).to(b.dtype)
-        return (1 - gamma) * b + (1 + gamma) * out
+        added = times_constant(b, 1 - gamma)
+        return added.add_(times_constant(out.to(b.dtype), 1 + gamma))
 
     def forward(
         self,
         x: Tensor,
         *out: Tensor,
     ) -> Tensor:
-        return (self.a * out[1]).to(x.dtype) * x + self.addend(*out)
+        return times_constant(x, (self.a * out[1]).to(x.dtype)) + self.addend(*out)
 
     def inverse(
         self,

@@ -476,9 +476,15 @@ class Walk:
         step = self.program[index]
         update = Application(self.program, index, self.state, self.specs[step.target], [])
         update.output = output
+        coupling: Any = step.coupling
+
+        def rule(leaf: Tensor, *stored_and_output: Any) -> Any:
+            inverse = coupling.inverse_ if is_unshared(leaf) else coupling.inverse
+            return inverse(leaf, *stored_and_output)
+
         self.position = None  # rule 6
         with torch.no_grad():
-            couple_digits(update, step.coupling.inverse, output)
+            couple_digits(update, rule, output)
         strides = self.records[index].strides
         if strides is not None:
             update.result = tuple(map(with_strides, update.result, strides))

@@ -21,6 +21,7 @@ from retrograd.core.program import (
     Application,
     Program,
     place,
+    rebuilt_streams,
 )
 from retrograd.core.readback import Numbers, Readback
 from retrograd.core.streams import State
@@ -50,15 +51,17 @@ class GridRange(Guard):
         self.grid = grid
         self.program = program
         self.readback = readback
+        self.rebuilt = rebuilt_streams(program)  # the streams that live on the grid
         self.start = start  # what the pass starts from, for messages
         self.ranges: list[Range] = []
 
     def before_forward(self, state: State) -> None:
-        for name in dict.fromkeys(step.target for step in self.program):
+        for name in sorted(self.rebuilt):
             self._record(name, None, state[name])
 
     def after_update(self, update: Application) -> None:
-        self._record(update.step.target, update.index, update.result)
+        if update.step.target in self.rebuilt:
+            self._record(update.step.target, update.index, update.result)
 
     def _record(
         self,
