@@ -116,15 +116,21 @@ class LanguageModel(nn.Module):
 
     Args:
         config: the shape.
-        **options: passed to `ReversibleSequence`, such as `memory` and `exact`.
+        rule: None for pairs on two streams; or a rule under which attention and feed-forward follow
+            each other as single layers (`rg.Residual`). `rg.Euler()` is an ordinary transformer.
+        **options: passed to the stack, such as `memory` and `exact`.
     """
 
-    def __init__(self, config: Config, **options: Any) -> None:
+    def __init__(self, config: Config, rule: Any = None, **options: Any) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        layers = [(Attention(config), SwiGLU(config)) for _ in range(config.depth)]
-        self.layers = rg.ReversibleSequence(layers, **options)
+        pairs = [(Attention(config), SwiGLU(config)) for _ in range(config.depth)]
+        if rule is None:
+            self.layers: nn.Module = rg.ReversibleSequence(pairs, **options)
+        else:
+            layers = [layer for pair in pairs for layer in pair]
+            self.layers = rg.Residual(layers, rule=rule, **options)
         self.norm = nn.RMSNorm(config.width)
         self.initialize()
 

@@ -69,6 +69,7 @@ class Scaled(rg.Coupling):
 COUPLINGS: dict[str, tuple[Any, int]] = {  # and how many outputs a function has
     "additive": (rg.Additive(), 1),
     "affine": (rg.Affine(), 2),
+    "scaled": (rg.Scaled(-0.8), 1),
     "momentum": (rg.Momentum(0.9), 1),
     "own": (Scaled(), 1),
 }
@@ -127,6 +128,8 @@ def couple(coupling: Any, x: Any, out: Any) -> Any:
         return pytree.tree_map(lambda x, o: x + o, x, out)
     if isinstance(coupling, rg.Momentum):
         return pytree.tree_map(lambda x, o: coupling.gamma * x + (1 - coupling.gamma) * o, x, out)
+    if isinstance(coupling, rg.Scaled):
+        return pytree.tree_map(lambda x, o: coupling.a * x + o, x, out)
     if isinstance(coupling, rg.Affine):
         scale, shift = out
         return pytree.tree_map(
