@@ -109,7 +109,7 @@ def test_blocks_are_pairs_of_functions(blocks, error, message):
             TypeError,
             r"pass rg.Duplicate\(\), rg.Split\(\)",
         ),
-        (lambda: rg.Duplicate("max"), ValueError, 'merge must be "mean" or "sum"'),
+        (lambda: rg.Duplicate("max"), ValueError, 'merge must be "mean", "sum" or "cat"'),
         (lambda: rg.Momentum(1.0), ValueError, "strictly between 0 and 1"),
         (lambda: rg.Affine(0.0), ValueError, "limit must be a positive number"),
         (lambda: rg.Reversible([torch.sin]), TypeError, r"updates\[0\].*write rg.Update"),

@@ -128,11 +128,11 @@ class _Round(torch.autograd.Function):
         return value.mul(scale).round_().mul_(1 / scale)  # powers of two: only `round_` rounds
 
     @staticmethod
-    def setup_context(
+    def setup_context(  # type: ignore[override]
         ctx: Any,
         inputs: Any,
         output: Any,
-    ) -> None:  # type: ignore[override]
+    ) -> None:
         pass
 
     @staticmethod
@@ -140,11 +140,11 @@ class _Round(torch.autograd.Function):
         return grad, None
 
     @staticmethod
-    def jvp(
+    def jvp(  # type: ignore[override]
         ctx: Any,
         tangent: Tensor,
         _: None,
-    ) -> Tensor:  # type: ignore[override]
+    ) -> Tensor:
         return tangent.clone()
 
 
@@ -168,11 +168,11 @@ class OnGrid(Additive):
     ) -> Tensor:
         return y - self.grid.rounded(out, y.dtype)
 
-    def inverse_(
+    def inverse_(  # type: ignore[override]
         self,
         y: Tensor,
         out: Tensor,
-    ) -> Tensor:  # type: ignore[override]
+    ) -> Tensor:
         return y.sub_(self.grid.rounded(out, y.dtype))
 
 
@@ -202,32 +202,32 @@ class ScaledOnGrid(Coupling):
     at: Position | None  # of its store; None where a is 1 or -1 (nothing is lost), or 0 (all is)
     stores_digits = True
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         x: Tensor,
         words: Words,
         *out: Tensor,
-    ) -> tuple[Tensor, Words]:  # type: ignore[override]
+    ) -> tuple[Tensor, Words]:
         value, words = self._multiple(x.detach(), words)
         sign = self._sign(x, out)
         # Plus zero: -0.0 would be rebuilt as 0.0, and a function may tell them apart.
         scaled = _Multiple.apply(x, value * sign + 0.0, self.coupling.a * sign)
         return scaled + self.grid.round(self.coupling.addend(*out), x.dtype), words
 
-    def inverse(
+    def inverse(  # type: ignore[override]
         self,
         y: Tensor,
         words: Words,
         *out: Tensor,
-    ) -> tuple[Tensor, Words]:  # type: ignore[override]
+    ) -> tuple[Tensor, Words]:
         return self.inverse_(y.clone(), words, *out)
 
-    def inverse_(
+    def inverse_(  # type: ignore[override]
         self,
         y: Tensor,
         words: Words,
         *out: Tensor,
-    ) -> tuple[Tensor, Words]:  # type: ignore[override]
+    ) -> tuple[Tensor, Words]:
         """`inverse` that overwrites `y`: at the peak every stream counts."""
         y.sub_(self.grid.rounded(self.coupling.addend(*out), y.dtype))
         if isinstance(self.coupling, BdiaUpdate):
@@ -278,19 +278,19 @@ class _Multiple(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[override]
         x: Tensor,
         value: Tensor,
         factor: Any,
-    ) -> Tensor:  # type: ignore[override]
+    ) -> Tensor:
         return value
 
     @staticmethod
-    def setup_context(
+    def setup_context(  # type: ignore[override]
         ctx: Any,
         inputs: Any,
         output: Any,
-    ) -> None:  # type: ignore[override]
+    ) -> None:
         ctx.factor = inputs[2]
 
     @staticmethod
@@ -298,11 +298,11 @@ class _Multiple(torch.autograd.Function):
         return grad * ctx.factor, None, None
 
     @staticmethod
-    def jvp(
+    def jvp(  # type: ignore[override]
         ctx: Any,
         tangent: Tensor,
         *others: None,
-    ) -> Tensor:  # type: ignore[override]
+    ) -> Tensor:
         return tangent * ctx.factor
 
 

@@ -98,11 +98,11 @@ class Additive(Coupling):
     ) -> Tensor:
         return y - out
 
-    def inverse_(
+    def inverse_(  # type: ignore[override]
         self,
         y: Tensor,
         out: Tensor,
-    ) -> Tensor:  # type: ignore[override]
+    ) -> Tensor:
         return y.sub_(out)
 
 
@@ -256,11 +256,11 @@ class TwoStepUpdate(Scaled):
     def is_lossy(self) -> bool:  # type: ignore[override]
         return self.a == 0
 
-    def addend(
+    def addend(  # type: ignore[override]
         self,
         out: Tensor,
         b: Tensor,
-    ) -> Tensor:  # type: ignore[override]
+    ) -> Tensor:
         added = out.to(b.dtype)
         if self.scale != 1:
             added = self.scale * added
@@ -310,12 +310,12 @@ class BdiaUpdate(Scaled):
     returns = ("out", "sign")
     gets_reads = True
 
-    def addend(
+    def addend(  # type: ignore[override]
         self,
         out: Tensor,
         sign: Tensor,
         b: Tensor,
-    ) -> Tensor:  # type: ignore[override]
+    ) -> Tensor:
         gamma = (self.a * sign).to(b.dtype)
         added = times_constant(b, 1 - gamma)
         return added.add_(times_constant(out.to(b.dtype), 1 + gamma))
