@@ -127,7 +127,8 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         pairs = [(Attention(config), SwiGLU(config)) for _ in range(config.depth)]
         if rule is None:
-            self.layers: nn.Module = rg.ReversibleSequence(pairs, **options)
+            self.layers: rg.ReversibleSequence | rg.Residual
+            self.layers = rg.ReversibleSequence(pairs, **options)
         else:
             layers = [layer for pair in pairs for layer in pair]
             self.layers = rg.Residual(layers, rule=rule, **options)
