@@ -94,7 +94,7 @@ class Run:
                     "--shard needs several processes: torchrun --nproc-per-node 2 -m speedrun "
                     "train --shard ..."
                 )
-            for block in self.model.layers.blocks:
+            for block in self.model.layers:
                 fully_shard(block)
             fully_shard(objective)
         elif self.world > 1:

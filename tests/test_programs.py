@@ -463,3 +463,37 @@ def test_each_state_costs_its_own_memory():
     stream = x.nbytes
     # Each has a loss with a few tensors of its own here.
     assert peak((2, 5, 8)) - peak((2,)) < 2 * 6 * stream
+
+
+class Initialised(nn.Module):
+    """Sets a tensor of its own in its first call, and remembers that it did."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.ones(4, dtype=torch.float64)
+        self.is_done = False
+
+    def forward(self, x):
+        if not self.is_done:
+            self.scale.copy_(x.detach().mean(0).cos())
+            self.is_done = True
+        return (x * self.scale).sin() if not rg.is_recomputing() else x * float("nan")
+
+
+def test_a_segment_with_a_function_that_cannot_run_again():
+    """What it returned is kept, and used when the updates between two kept states run once more."""
+
+    class EveryThird:
+        def plan(self, call):
+            count = len(call.targets)
+            return rg.Plan(count, {i: rg.Choice(rerun=True) for i in range(count) if i % 3})
+
+    functions = [mlp(), Initialised(), mlp(), mlp(), mlp()]
+    net = rg.Residual(functions, memory=EveryThird(), verify="never")
+    x = inputs("x")["x"]
+    got = zoo.gradients(net, net(x), x)
+    functions[1].is_done = False
+    y = x
+    for fn in functions:
+        y = y + fn(y)
+    assert zoo.worst(got, zoo.gradients(net, y, x)) < 1e-9

@@ -561,7 +561,7 @@ class Recompute:
         try:
             push_hooks(self.hooks.pack, self.hooks.unpack)
             if record.output is not None:
-                output = self._load(record.output)
+                output = self.load(record.output)
                 coupling_saves = False
             else:
                 output = self._run_function()
@@ -629,7 +629,7 @@ class Recompute:
         if not self.stops_early:
             return update.output
         assert hooks is not None
-        return None if hooks.output is None else self._load(hooks.output)
+        return None if hooks.output is None else self.load(hooks.output)
 
     def application(self) -> Application:
         """The update, with reads that have the `requires_grad` and the dtypes of forward."""
@@ -686,7 +686,7 @@ class Recompute:
         if now != shapes:
             raise errors.other_recompute(place(self.walk.program, self.index), shapes, now)
 
-    def _load(self, output: SavedOutput) -> Output:
+    def load(self, output: SavedOutput) -> Output:
         where = f"backward through {place(self.walk.program, self.index)}"
         what = "an output that was kept"
         return [tuple([saved.get(where, what) for saved in leaf]) for leaf in output]
@@ -760,7 +760,11 @@ class Rerun:
             update.target = tuple(map(leaf_view, target, walk.records[index].needs_grad))
             push_hooks(_drop, _drop)
             try:
-                evaluate(update, walk.arguments.get() if step.keywords else {}, walk.guards)
+                kept = walk.records[index].output
+                if kept is None:
+                    evaluate(update, walk.arguments.get() if step.keywords else {}, walk.guards)
+                else:  # its function cannot run again
+                    update.output = recompute.load(kept)
                 couple(update)
             finally:
                 pop_hooks()
