@@ -44,7 +44,7 @@ def main() -> int:
         _print(result)
     if not options.only:
         stored = page.read(rows_file) if options.contestants else []
-        page.write(_merged(stored, results), page_file, rows_file)
+        page.write(merged(stored, results), page_file, rows_file)
         print(f"{page_file}, {rows_file}")
     wrong = [r for r in results if r["contestant"] in OURS and r["verdict"] == WRONG]
     return 1 if wrong else 0
@@ -85,7 +85,7 @@ def _build_device(parser: argparse.ArgumentParser) -> None:
         parser.error(str(reason))
 
 
-def _merged(stored: list[page.Result], results: list[page.Result]) -> list[page.Result]:
+def merged(stored: list[page.Result], results: list[page.Result]) -> list[page.Result]:
     """New results, and stored ones where there is no new one, in the order of rows."""
     found = {(r["group"], r["title"], r["contestant"]): r for r in (*stored, *results)}
     cases = [(row.group, row.title, name) for row in ROWS.values() for name in SHOWN]

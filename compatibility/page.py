@@ -37,13 +37,13 @@ switched on.
 - **–**: not run on the test device, because plain autograd with the same tool fails there, or the
   tool moves the model to the CPU.
 
-The last column is retrograd with the model and the data on the test device (`tests/device`). It is
-not a GPU: its memory and its kernels are those of the CPU. It has its own allocator, generators,
-autocast and autograd threads, as a GPU has. It is compared with plain autograd on the same device.
+The last column is retrograd with the model and the data on the test device (`tests/device`),
+compared with plain autograd on the same device. It is not a GPU: its memory and its kernels are
+those of the CPU. It has its own allocator, generators, autocast and autograd threads, as a GPU has.
 
-This page is written by `python -m compatibility` (`make compatibility`, seven minutes). Tests run
-retrograd's column (`tests/test_compatibility.py`; `make test` and `make test-integrations`), and
-the last one, with a few rows for all of `torch.compile`. How to use each tool with retrograd:
+This page is written by `python -m compatibility` (`make compatibility`, eight minutes). Tests run
+retrograd's two columns (`tests/test_compatibility.py`; `make test` and `make test-integrations`),
+but of `torch.compile` only three rows on the device. How to use each tool with retrograd:
 [tools](tools.md).
 """
 
@@ -89,10 +89,16 @@ def _heading(contestant: str) -> str:
     return HEADINGS.get(contestant, contestant)
 
 
+def _with_version(contestant: str, version: str) -> str:
+    if contestant == ON_DEVICE:
+        return contestant.replace("retrograd", f"retrograd {version}")
+    return f"{_heading(contestant)} {version}"
+
+
 def _header(results: list[Result], columns: list[str]) -> list[str]:
     """The first two lines of a table."""
     versions = {r["contestant"]: r["version"] for r in results}
-    titles = [f"{_heading(name)} {versions[name]}" for name in columns]
+    titles = [_with_version(name, versions[name]) for name in columns]
     return [f"| | {' | '.join(titles)} |", "| --- |" + " --- |" * len(columns)]
 
 

@@ -195,7 +195,7 @@ def _connect(row: Row, task: Task, rank: int) -> None:
 
     if not row.launched:
         dist.init_process_group(
-            "gloo",
+            f"cpu:gloo,{networks.DEVICE}:gloo" if task.on_device else "gloo",
             init_method=f"file://{task.folder}/{task.stage}.store",
             rank=rank,
             world_size=task.processes,
