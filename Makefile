@@ -29,7 +29,7 @@ tests: $(PEERS)  ## pytest, on two cores
 test-integrations: $(INTEGRATIONS)  ## a stack under the Hugging Face Trainer, Lightning, Accelerate, peft, ONNX and TensorBoard
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_compatibility.py speedrun/tests/test_train.py
 
-compatibility: $(PEERS) $(INTEGRATIONS)  ## write docs/compatibility.md anew (five minutes)
+compatibility: $(PEERS) $(INTEGRATIONS)  ## write docs/compatibility.md anew (eight minutes)
 	$(BIN)/python -m compatibility
 
 docs: $(VENV)/ready  ## the documentation as a site, in site

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from compatibility import page, runner
-from compatibility.networks import SHOWN
+from compatibility.networks import ON_DEVICE, OURS, SHOWN
 from compatibility.rows import ROWS
 from compatibility.verdict import WRONG, Row
 
@@ -35,14 +35,18 @@ def main() -> int:
         parser.error(
             f"{', '.join(missing)}: not installed; run make compatibility, which installs them"
         )
+    contestants = options.contestants or SHOWN
+    if ON_DEVICE in contestants:
+        _build_device(parser)
     results = []
-    for result in run(rows, options.contestants or SHOWN, options.jobs):
+    for result in run(rows, contestants, options.jobs):
         results.append(result)
         _print(result)
-    if not options.only and not options.contestants:
-        page.write(results, page_file, rows_file)
+    if not options.only:
+        stored = page.read(rows_file) if options.contestants else []
+        page.write(merged(stored, results), page_file, rows_file)
         print(f"{page_file}, {rows_file}")
-    wrong = [r for r in results if r["contestant"] == "retrograd" and r["verdict"] == WRONG]
+    wrong = [r for r in results if r["contestant"] in OURS and r["verdict"] == WRONG]
     return 1 if wrong else 0
 
 
@@ -59,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=SHOWN,
         metavar="NAME",
-        help=f"of {', '.join(SHOWN)}; writes nothing",
+        help=f"of {', '.join(SHOWN)}; the stored results of the others stay",
     )
     parser.add_argument("--jobs", type=int, default=2, help="rows at once (2)")
     parser.add_argument(
@@ -67,6 +71,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=DOCS, help=f"the folder for the page ({DOCS})")
     return parser
+
+
+def _build_device(parser: argparse.ArgumentParser) -> None:
+    """Build the test device now, so that no row has to wait for it."""
+    import pytest
+
+    from tests import device
+
+    try:
+        device.library()
+    except pytest.skip.Exception as reason:
+        parser.error(str(reason))
+
+
+def merged(stored: list[page.Result], results: list[page.Result]) -> list[page.Result]:
+    """New results, and stored ones where there is no new one, in the order of rows."""
+    found = {(r["group"], r["title"], r["contestant"]): r for r in (*stored, *results)}
+    cases = [(row.group, row.title, name) for row in ROWS.values() for name in SHOWN]
+    missing = [case for case in cases if case not in found]
+    if missing:
+        raise SystemExit(f"no stored result of {', '.join(missing[0])}; run without --contestants")
+    return [found[case] for case in cases]
 
 
 def _print(result: page.Result) -> None:
@@ -81,7 +107,7 @@ def run(
     """The results, in the order of rows."""
     cases = [(row, contestant) for row in rows for contestant in contestants]
     with ThreadPoolExecutor(jobs) as pool:
-        outcomes = pool.map(lambda case: runner.run(*case), cases)
+        outcomes = pool.map(lambda case: _outcome(*case), cases)
         for (row, contestant), outcome in zip(cases, outcomes):
             outcome["detail"] = page.brief(outcome["detail"])
             yield {
@@ -91,6 +117,12 @@ def run(
                 "version": page.version_of(contestant),
                 **outcome,
             }
+
+
+def _outcome(row: Row, contestant: str) -> runner.Outcome:
+    if contestant == ON_DEVICE:
+        return runner.run_if_plain_can(row)
+    return runner.run(row, contestant)
 
 
 if __name__ == "__main__":

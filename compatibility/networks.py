@@ -10,13 +10,26 @@ from torch import Tensor, nn
 
 from benchmarks.cases import CONTESTANTS
 
-SHOWN = ("retrograd", "checkpoint", "reformer-pytorch", "revtorch", "memcnn", "revlib")
+# retrograd, with the model and the data on the device of `tests/device`
+ON_DEVICE = "retrograd on the test device"
+OURS = ("retrograd", ON_DEVICE)
+SHOWN = ("retrograd", "checkpoint", "reformer-pytorch", "revtorch", "memcnn", "revlib", ON_DEVICE)
 # These libraries replay dropout only with an option.
 OPTIONS: dict[str, dict[str, bool]] = {
     "revtorch": {"fix_random_seed": True},
     "memcnn": {"preserve_rng_state": True},
 }
 WIDTH, DEPTH, TOKENS, BATCH, OUTPUTS = 8, 4, 11, 4, 3
+DEVICE = "cpu"  # where models and batches live; `use_test_device` sets it, for a whole process
+
+
+def use_test_device() -> None:
+    """To be called before the first backward of the process."""
+    from tests import device
+
+    global DEVICE
+    device.load()
+    DEVICE = device.NAME
 
 
 class Layer(nn.Module):
@@ -54,9 +67,10 @@ class Model(nn.Module):
         if shared:
             functions = [functions[i] for i in (0, 1, 1, 0, 0, 2, 2, 1)]
         self.head = nn.Linear(2 * WIDTH, OUTPUTS)
-        self.to(dtype)
-        for function in functions:
-            function.to(dtype)
+        # Under `torch.device("meta")` the model stays there.
+        place = self.head.weight.device if self.head.weight.is_meta else DEVICE
+        for part in (self, *functions):
+            part.to(place, dtype)
         self.functions = functions  # a list: the stack registers them, under names of its own
         self.stack = build(contestant, functions)
 
@@ -93,6 +107,12 @@ def blocks_of(stack: nn.Module) -> list[nn.Module]:
 
 def batch(step: int = 0, rank: int | None = None, world: int = 2) -> tuple[Tensor, Tensor]:
     """Tokens and targets of a step, or a rank's part of them."""
+    tokens, targets = batch_on_host(step, rank, world)
+    return tokens.to(DEVICE), targets.to(DEVICE)
+
+
+def batch_on_host(step: int = 0, rank: int | None = None, world: int = 2) -> tuple[Tensor, Tensor]:
+    """A batch as a data loader has it."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(TOKENS, (BATCH, 5), generator=generator)
     targets = torch.randn(BATCH, 5, OUTPUTS, generator=generator, dtype=torch.float64)
@@ -100,6 +120,20 @@ def batch(step: int = 0, rank: int | None = None, world: int = 2) -> tuple[Tenso
         tokens = tokens.chunk(world)[rank]
         targets = targets.chunk(world)[rank]
     return tokens, targets
+
+
+def stack_input() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 5, 2 * WIDTH, dtype=torch.float64, generator=generator)
+    return x.to(DEVICE)
+
+
+def random_state() -> Tensor:
+    """The state of the host's generator and, on a device, of its own."""
+    states = [torch.get_rng_state()]
+    if DEVICE != "cpu":
+        states.append(torch.get_device_module(DEVICE).get_rng_state())
+    return torch.cat(states)
 
 
 def loss(model: Callable[..., Tensor], step: int = 0, rank: int | None = None) -> Tensor:
@@ -129,7 +163,7 @@ Steps = dict[str, dict[str, "Tensor | None"]]
 def autocast_step(model: Callable[..., Tensor], inner: Model) -> dict[str, Tensor | None]:
     """The gradients of a step. Forward runs under autocast, backward outside, as torch advises."""
     tokens, targets = batch()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         output = model(tokens)
     nn.functional.mse_loss(output.double(), targets).backward()
     return gradients(inner)

@@ -11,15 +11,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from compatibility.networks import SHOWN
-from compatibility.verdict import EQUAL, RAISED, WRONG
+from compatibility.networks import ON_DEVICE, SHOWN
+from compatibility.verdict import EQUAL, NOT_RUN, RAISED, WRONG
 from retrograd.files import write_whole
 
 Result = dict[str, Any]  # group, title, contestant, version, verdict, detail, note
 
-PACKAGES = {"checkpoint": "torch"}
+PACKAGES = {"checkpoint": "torch", ON_DEVICE: "retrograd"}
 HEADINGS = {"checkpoint": "`torch.utils.checkpoint`"}
-CELLS = {EQUAL: "equal", WRONG: "**wrong**", RAISED: "raised"}
+CELLS = {EQUAL: "equal", WRONG: "**wrong**", RAISED: "raised", NOT_RUN: "–"}
 INTRODUCTION = """\
 # Compatibility
 
@@ -34,10 +34,17 @@ switched on.
 - **equal**: it ran, and everything agrees.
 - **wrong**: it ran without an error, and something differs.
 - **raised**: it raised an error, crashed or hung.
+- **–**: not run on the test device, because plain autograd with the same tool fails there, or the
+  tool moves the model to the CPU.
 
-This page is written by `python -m compatibility` (`make compatibility`, five minutes). Tests run
-retrograd's column (`tests/test_compatibility.py`; `make test` and `make test-integrations`). How to
-use each tool with retrograd: [tools](tools.md).
+The last column is retrograd with the model and the data on the test device (`tests/device`),
+compared with plain autograd on the same device. It is not a GPU: its memory and its kernels are
+those of the CPU. It has its own allocator, generators, autocast and autograd threads, as a GPU has.
+
+This page is written by `python -m compatibility` (`make compatibility`, eight minutes). Tests run
+retrograd's two columns (`tests/test_compatibility.py`; `make test` and `make test-integrations`),
+but of `torch.compile` only three rows on the device. How to use each tool with retrograd:
+[tools](tools.md).
 """
 
 
@@ -49,7 +56,7 @@ def summary(results: list[Result]) -> str:
     """A table of how many rows have each verdict."""
     columns = _contestants(results)
     lines = _header(results, columns)
-    for verdict in (EQUAL, WRONG, RAISED):
+    for verdict in CELLS:
         counts = []
         for name in columns:
             verdicts = [r["verdict"] for r in results if r["contestant"] == name]
@@ -82,10 +89,16 @@ def _heading(contestant: str) -> str:
     return HEADINGS.get(contestant, contestant)
 
 
+def _with_version(contestant: str, version: str) -> str:
+    if contestant == ON_DEVICE:
+        return contestant.replace("retrograd", f"retrograd {version}")
+    return f"{_heading(contestant)} {version}"
+
+
 def _header(results: list[Result], columns: list[str]) -> list[str]:
     """The first two lines of a table."""
     versions = {r["contestant"]: r["version"] for r in results}
-    titles = [f"{_heading(name)} {versions[name]}" for name in columns]
+    titles = [_with_version(name, versions[name]) for name in columns]
     return [f"| | {' | '.join(titles)} |", "| --- |" + " --- |" * len(columns)]
 
 

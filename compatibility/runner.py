@@ -23,7 +23,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compatibility.verdict import EQUAL, RAISED, WRONG, Noted, Row, Scene, judge
+from compatibility import networks
+from compatibility.verdict import EQUAL, NOT_RUN, RAISED, WRONG, Noted, Row, Scene, judge
 
 LIMIT = 120.0  # seconds for one stage: only a hang takes that long
 GROUP_LIMIT = 30.0  # seconds that a process waits for another
@@ -37,6 +38,7 @@ class Task(NamedTuple):
     registry: str  # a module with `ROWS`
     key: str  # of the row
     contestant: str
+    on_device: bool  # whether the model and the data live on the test device
     stage: int
     processes: int
     folder: Path
@@ -50,14 +52,31 @@ class Task(NamedTuple):
         return self.folder / f"{self.stage}-{rank}.json"
 
 
+def run_if_plain_can(row: Row, registry: str = "compatibility.rows") -> Outcome:
+    """The outcome of retrograd on the test device, if plain autograd is equal there.
+
+    Plain autograd runs with the row's tool, too. Where it fails, the reason is not retrograd's.
+    """
+    plain = run(row, "plain", registry=registry, on_device=True)
+    if plain["verdict"] != EQUAL:
+        detail = f"plain autograd {plain['verdict']}: {plain['detail']}"
+        return {"verdict": NOT_RUN, "detail": detail, "note": ""}
+    return run(row, "retrograd", registry=registry, on_device=True)
+
+
 def run(
-    row: Row, contestant: str, limit: float = LIMIT, registry: str = "compatibility.rows"
+    row: Row,
+    contestant: str,
+    limit: float = LIMIT,
+    registry: str = "compatibility.rows",
+    on_device: bool = False,
 ) -> Outcome:
     """The outcome of a row of a registry, which is a module with `ROWS`."""
     outcome: Outcome = {}
     with tempfile.TemporaryDirectory(prefix="compatibility-") as folder:
         for stage, (processes, _) in enumerate(row.stages):
-            task = Task(registry, row.key, contestant, stage, processes, Path(folder), _free_port())
+            place = Path(folder), _free_port()
+            task = Task(registry, row.key, contestant, on_device, stage, processes, *place)
             outcome = _run_stage(task, limit)
             if outcome["verdict"] != EQUAL:
                 break
@@ -128,6 +147,8 @@ def _work(task: Task, rank: int) -> None:
     torch.set_num_threads(1)
     row: Row = importlib.import_module(task.registry).ROWS[task.key]
     try:
+        if task.on_device:
+            networks.use_test_device()
         outcome = _judged(row, task, rank)
     except Exception as error:
         traceback.print_exc()
@@ -174,7 +195,7 @@ def _connect(row: Row, task: Task, rank: int) -> None:
 
     if not row.launched:
         dist.init_process_group(
-            "gloo",
+            f"cpu:gloo,{networks.DEVICE}:gloo" if task.on_device else "gloo",
             init_method=f"file://{task.folder}/{task.stage}.store",
             rank=rank,
             world_size=task.processes,

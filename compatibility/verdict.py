@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 EQUAL, WRONG, RAISED = "equal", "wrong", "raised"
+NOT_RUN = "not run"  # on a device where plain autograd cannot run the row, either
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +112,8 @@ def _difference(got: Any, wanted: Any, floor: float) -> tuple[float, str]:
         return _other_difference(got, wanted)
     if got.shape != wanted.shape:
         return math.inf, f": shape {list(got.shape)} for {list(wanted.shape)}"
+    if got.device != wanted.device:
+        return math.inf, f": on {got.device} for {wanted.device}"
     if not wanted.numel():
         return 0.0, ""
     if not wanted.is_floating_point():

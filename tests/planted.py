@@ -6,6 +6,9 @@ import os
 import signal
 import time
 
+import torch
+
+from compatibility import networks
 from compatibility.verdict import Rows
 
 _ROWS = Rows("planted")
@@ -24,4 +27,20 @@ _ROWS.add(
     lambda scene: None,
     before=((2, lambda scene: [][scene.rank]),),
 )
+
+
+def places(scene):
+    """Where the model and the data are."""
+    model = networks.Model(scene.contestant)
+    tensors = [*networks.batch(), networks.stack_input(), *model.parameters()]
+    return {"devices": {tensor.device.type for tensor in tensors}}
+
+
+_ROWS.add("lives on the test device", places, lambda scene: {"devices": {"rgdev"}})
+_ROWS.add(
+    "moves to the CPU",
+    lambda scene: {"a": torch.ones(2)},
+    lambda scene: {"a": torch.ones(2, device="rgdev")},
+)
+_ROWS.add("fails with retrograd only", lambda scene: scene.contestant, lambda scene: "plain")
 ROWS = {row.key: row for row in _ROWS}

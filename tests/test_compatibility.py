@@ -1,5 +1,5 @@
-"""retrograd's column of docs/compatibility.md: every row equal, or refused with a reason; and the
-page is what was measured.
+"""retrograd's columns of docs/compatibility.md, on the CPU and on the test device: every row equal,
+or refused with a reason; and the page is what was measured.
 """
 
 from __future__ import annotations
@@ -11,24 +11,47 @@ import pytest
 import torch
 
 from compatibility import page, runner
-from compatibility.networks import SHOWN
+from compatibility.__main__ import merged
+from compatibility.networks import ON_DEVICE, OURS, SHOWN
 from compatibility.rows import ROWS
-from compatibility.verdict import EQUAL, RAISED, WRONG, Row, judge
-from tests import planted
+from compatibility.verdict import EQUAL, NOT_RUN, RAISED, WRONG, Row, judge
+from tests import device, planted
 
 pytestmark = pytest.mark.distributed
 
 # What retrograd refuses, and the way out that its message names.
 REFUSED = {"torch-compile-the-whole-model---fullgraph-true": "stack.compile()"}
 DOCS = Path(__file__).parent.parent / "docs"
+RESULTS = page.read(DOCS / "figures" / "compatibility.jsonl")
+# Compiling takes seconds: on the device, tests run these rows only, and `make compatibility` all.
+COMPILED_ON_DEVICE = (
+    "f and g, with dropout",
+    "`stack.compile()`",
+    "the whole model, under autocast",
+)
 
 
 def integration(row: Row) -> bool:
     return bool(row.needs)
 
 
-def check(row: Row) -> None:
-    outcome = runner.run(row, "retrograd")
+def on_device() -> list[Row]:
+    """The rows that plain autograd can run on the device, by the stored results."""
+    names = {
+        (r["group"], r["title"])
+        for r in RESULTS
+        if r["contestant"] == ON_DEVICE and r["verdict"] != NOT_RUN
+    }
+    return [
+        row
+        for row in ROWS.values()
+        if (row.group, row.title) in names
+        and (row.group != "torch.compile" or row.title in COMPILED_ON_DEVICE)
+    ]
+
+
+def check(row: Row, on_device: bool = False) -> None:
+    outcome = runner.run(row, "retrograd", on_device=on_device)
     if row.key in REFUSED:
         assert outcome["verdict"] == RAISED
         assert REFUSED[row.key] in outcome["detail"]
@@ -48,43 +71,73 @@ def test_retrograd(row):
     "row", [row for row in ROWS.values() if integration(row)], ids=lambda row: row.key
 )
 def test_retrograd_in(row):
+    check_needs(row)
+    check(row)
+
+
+def check_needs(row: Row) -> None:
     missing = [package for package in row.needs if importlib.util.find_spec(package) is None]
     assert not missing, f"{missing} not installed; run make test-integrations"
-    check(row)
+
+
+@pytest.fixture(scope="module")
+def built_device():
+    """Built, or the test is skipped. Only the processes of the rows load it."""
+    device.library()
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in on_device() if not integration(row)], ids=lambda row: row.key
+)
+def test_retrograd_on_the_test_device(built_device, row):
+    check(row, on_device=True)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "row", [row for row in on_device() if integration(row)], ids=lambda row: row.key
+)
+def test_retrograd_on_the_test_device_in(built_device, row):
+    check_needs(row)
+    check(row, on_device=True)
 
 
 # --- the page
 
 
-@pytest.fixture(scope="module")
-def results():
-    return page.read(DOCS / "figures" / "compatibility.jsonl")
+def test_the_page_is_made_of_the_results():
+    assert (DOCS / "compatibility.md").read_text() == page.render(RESULTS)
 
 
-def test_the_page_is_made_of_the_results(results):
-    assert (DOCS / "compatibility.md").read_text() == page.render(results)
+def test_the_readme_has_its_summary():
+    assert page.summary(RESULTS) in (DOCS.parent / "README.md").read_text()
 
 
-def test_the_readme_has_its_summary(results):
-    assert page.summary(results) in (DOCS.parent / "README.md").read_text()
-
-
-def test_the_results_are_of_every_row_and_contestant(results):
+def test_the_results_are_of_every_row_and_contestant():
     expected = [(row.group, row.title, contestant) for row in ROWS.values() for contestant in SHOWN]
-    assert [(r["group"], r["title"], r["contestant"]) for r in results] == expected
+    assert [(r["group"], r["title"], r["contestant"]) for r in RESULTS] == expected
 
 
-def test_retrograd_is_nowhere_wrong_and_has_a_reason_wherever_it_raises(results):
+def test_retrograd_is_nowhere_wrong_and_has_a_reason_wherever_it_raises():
     keys = {(row.group, row.title): row.key for row in ROWS.values()}
-    for result in results:
-        if result["contestant"] == "retrograd":
+    for result in RESULTS:
+        if result["contestant"] in OURS and result["verdict"] != NOT_RUN:
             key = keys[result["group"], result["title"]]
             assert result["verdict"] == (RAISED if key in REFUSED else EQUAL)
             assert REFUSED.get(key, "") in result["detail"]
 
 
-def test_no_place_of_a_machine_is_on_the_page(results):
-    for result in results:
+def test_only_the_device_has_rows_that_are_not_run_and_each_has_the_reason_of_plain_autograd():
+    for result in RESULTS:
+        if result["verdict"] == NOT_RUN:
+            assert result["contestant"] == ON_DEVICE
+            assert result["detail"].startswith(
+                ("plain autograd raised: ", "plain autograd wrong: ")
+            )
+
+
+def test_no_place_of_a_machine_is_on_the_page():
+    for result in RESULTS:
         assert (
             "/home" not in result["detail"]
             and "/tmp" not in result["detail"]
@@ -94,6 +147,15 @@ def test_no_place_of_a_machine_is_on_the_page(results):
         page.brief("no /opt/a/b/site-packages/x.py here\n\nsecond | line\nthird")
         == "no x.py here second \\| line"
     )
+
+
+def test_a_column_that_runs_again_replaces_its_stored_results():
+    case = ("group", "title", "contestant")
+    new = RESULTS[1] | {"verdict": RAISED}
+    assert merged(RESULTS, []) == RESULTS
+    assert merged(RESULTS, [new]) == [RESULTS[0], new, *RESULTS[2:]]
+    with pytest.raises(SystemExit, match=", ".join(RESULTS[1][part] for part in case)):
+        merged(RESULTS[:1] + RESULTS[2:], [])
 
 
 # --- the instrument: it sees what is wrong
@@ -148,5 +210,22 @@ def test_what_differs_is_wrong(got, expected, detail):
 )
 def test_a_library_may_die_hang_raise_or_be_wrong(key, verdict, detail):
     outcome = runner.run(planted.ROWS[key], "plain", limit=3.0, registry="tests.planted")
+    assert outcome["verdict"] == verdict
+    assert detail in outcome["detail"]
+
+
+@pytest.mark.parametrize(
+    ("key", "verdict", "detail"),
+    [
+        ("planted-lives-on-the-test-device", EQUAL, ""),
+        ("planted-raises", NOT_RUN, "plain autograd raised: ZeroDivisionError"),
+        ("planted-moves-to-the-cpu", NOT_RUN, "plain autograd wrong: a: on cpu for rgdev:0"),
+        ("planted-fails-with-retrograd-only", WRONG, "'retrograd' for 'plain'"),
+    ],
+)
+def test_a_row_is_not_run_on_the_device_where_plain_autograd_fails(
+    built_device, key, verdict, detail
+):
+    outcome = runner.run_if_plain_can(planted.ROWS[key], registry="tests.planted")
     assert outcome["verdict"] == verdict
     assert detail in outcome["detail"]

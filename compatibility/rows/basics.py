@@ -22,7 +22,7 @@ def train(options: dict[str, Any], scene: Scene) -> Any:
 def drop(scene: Scene) -> Any:
     model = Model(scene.contestant, dropout=0.5)
     torch.manual_seed(3)
-    return networks.steps(model, count=2) | {"random state": torch.get_rng_state()}
+    return networks.steps(model, count=2) | {"random state": networks.random_state()}
 
 
 class Normalized(Layer):
@@ -66,8 +66,7 @@ def retained(scene: Scene) -> Any:
 def second_order(scene: Scene) -> Any:
     """A penalty on the gradient of the stack's input."""
     model = Model(scene.contestant)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2, 5, 2 * WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+    x = networks.stack_input().requires_grad_()
     loss = model.head(model.stack(x * 1.0)).sin().sum()
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     gradient.square().sum().backward()

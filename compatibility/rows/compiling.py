@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from compatibility import networks
-from compatibility.networks import WIDTH, Layer, Model
+from compatibility.networks import Layer, Model
 from compatibility.verdict import Rows, Scene
 
 ROWS = Rows("torch.compile")
@@ -41,6 +41,10 @@ def whole_graph(model: Model, backend: Any) -> nn.Module:
     return torch.compile(model, backend=backend, fullgraph=True)  # type: ignore[return-value]
 
 
+def not_at_all(model: Model, backend: Any) -> nn.Module:
+    return model
+
+
 Way = Callable[[Model, Any], nn.Module]
 WAYS: dict[str, Way] = {
     "f and g": functions,
@@ -60,15 +64,14 @@ def plain(scene: Scene) -> Any:
 
 def drop(way: Way, scene: Scene) -> Any:
     model = Model(scene.contestant, dropout=0.5)
-    compiled = way(model, "aot_eager") if scene.contestant != "plain" else model
+    compiled = way(model, "aot_eager")
     torch.manual_seed(3)
-    return networks.steps(compiled, model, STEPS) | {"random state": torch.get_rng_state()}
+    return networks.steps(compiled, model, STEPS) | {"random state": networks.random_state()}
 
 
 def autocast(way: Way, scene: Scene) -> Any:
     model = Model(scene.contestant, dtype=torch.float32)
-    compiled = way(model, "aot_eager") if scene.contestant != "plain" else model
-    return networks.autocast_step(compiled, model)
+    return networks.autocast_step(way(model, "aot_eager"), model)
 
 
 def recompilations(way: Way, scene: Scene) -> Any:
@@ -101,17 +104,17 @@ def whole_step(scene: Scene) -> Any:
     return found
 
 
-def compiled_autograd(scene: Scene) -> Any:
+def one_block(compiled: bool, scene: Scene) -> Any:
     """Backward is traced, too. The stack has one block, because each takes seconds."""
     torch.manual_seed(17)
-    functions = [Layer().double() for _ in range(2)]
+    functions = [Layer().to(networks.DEVICE, torch.float64) for _ in range(2)]
     stack = networks.build(scene.contestant, functions)  # type: ignore[arg-type]
-    x = torch.randn(2, 3, 2 * WIDTH, dtype=torch.float64, requires_grad=True)
+    x = networks.stack_input().requires_grad_()
 
     def step() -> None:
         stack(x * 1.0).sin().sum().backward()
 
-    if scene.contestant == "plain":
+    if not compiled:
         step()
     else:
         with torch._dynamo.config.patch(compiled_autograd=True):
@@ -123,11 +126,13 @@ def compiled_autograd(scene: Scene) -> Any:
 EPS = torch.finfo(torch.bfloat16).eps
 for title, way in WAYS.items():
     ROWS.add(title, functools.partial(train, way, "aot_eager"), plain)
-    ROWS.add(f"{title}, with dropout", functools.partial(drop, way), functools.partial(drop, way))
+    ROWS.add(
+        f"{title}, with dropout", functools.partial(drop, way), functools.partial(drop, not_at_all)
+    )
     ROWS.add(
         f"{title}, under autocast",
         functools.partial(autocast, way),
-        functools.partial(autocast, way),
+        functools.partial(autocast, not_at_all),
         limit=4 * EPS,
     )
     ROWS.add(
@@ -136,7 +141,11 @@ for title, way in WAYS.items():
         compiled_once,
     )
 ROWS.add("a step with its backward", whole_step, plain)
-ROWS.add("compiled autograd, one block", compiled_autograd, compiled_autograd)
+ROWS.add(
+    "compiled autograd, one block",
+    functools.partial(one_block, True),
+    functools.partial(one_block, False),
+)
 ROWS.add("f and g, by inductor", functools.partial(train, functions, "inductor"), plain)
 ROWS.add(
     "the whole model, `fullgraph=True`", functools.partial(train, whole_graph, "aot_eager"), plain

@@ -143,7 +143,7 @@ def seeded(model: nn.Module, inner: Model, rank: int) -> dict[str, Tensor | None
 def drop(scene: Scene) -> Any:
     inner = Model(scene.contestant, dropout=0.5)
     found = seeded(DistributedDataParallel(inner), inner, scene.rank)
-    return found | {"random state": torch.get_rng_state()}
+    return found | {"random state": networks.random_state()}
 
 
 def dropped(scene: Scene) -> Any:
@@ -152,7 +152,7 @@ def dropped(scene: Scene) -> Any:
     other = seeded(inner, inner, 1 - scene.rank)
     own = seeded(inner, inner, scene.rank)
     mean = {name: (own[name] + other[name]) / 2 for name in own}  # type: ignore[operator]
-    return mean | {"random state": torch.get_rng_state()}
+    return mean | {"random state": networks.random_state()}
 
 
 ROWS.add("dropout, another seed in each process", drop, dropped, processes=2)

@@ -81,11 +81,11 @@ def peak(contestant: str, in_backward: bool) -> tuple[int, int]:
 
     What the first step leaves, such as the optimizer's state, is not counted.
     """
-    network = CONTESTANTS[contestant](pairs(SIZE))
+    network = CONTESTANTS[contestant](pairs(SIZE)).to(networks.DEVICE)
     live = LiveBytes()
     alive = step_in_backward(network) if in_backward else [0]
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
-    x = torch.randn(SIZE.batch, SIZE.tokens, 2 * SIZE.width, requires_grad=True)
+    x = torch.randn(SIZE.batch, SIZE.tokens, 2 * SIZE.width).to(networks.DEVICE).requires_grad_()
     for watch in (nullcontext(), live):
         with watch:
             network(x * 1.0).square().mean().backward()

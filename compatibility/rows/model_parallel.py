@@ -27,7 +27,7 @@ ROWS = Rows("Tensor parallel and pipelines")
 def split_layers(scene: Scene) -> Any:
     """Each process has half of the hidden units of f and g, and runs the whole batch."""
     model = Model(scene.contestant)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(networks.DEVICE, (2,))
     for function in model.functions:
         parallelize_module(function, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return networks.steps(model, count=2)
@@ -73,7 +73,9 @@ def stages(schedule: Any, scene: Scene) -> Any:
     first = networks.build(scene.contestant, model.functions[:DEPTH])
     second = networks.build(scene.contestant, model.functions[DEPTH:])
     module = Start(model, first) if scene.rank == 0 else End(model, second)
-    run_schedule(schedule, PipelineStage(module, scene.rank, 2, torch.device("cpu")), scene.rank)
+    run_schedule(
+        schedule, PipelineStage(module, scene.rank, 2, torch.device(networks.DEVICE)), scene.rank
+    )
     return {name: p.grad for name, p in own_part(model, scene.rank).items()}
 
 
@@ -117,7 +119,7 @@ def traced(scene: Scene) -> Any:
     block = next(name for name, part in model.named_modules() if part is middle)
     tokens, _ = networks.batch()
     pipe = pipeline(model, (tokens[:1],), split_spec={block: SplitPoint.BEGINNING})
-    stage = pipe.build_stage(scene.rank, torch.device("cpu"))
+    stage = pipe.build_stage(scene.rank, torch.device(networks.DEVICE))
     run_schedule(ScheduleGPipe, stage, scene.rank)
     grads = {name: p.grad for name, p in stage.submod.named_parameters()}
     paths = {id(p): path for path, p in model.named_parameters()}

@@ -28,7 +28,7 @@ STEPS = 2
 
 
 def shard(modules: list[nn.Module], **options: Any) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(networks.DEVICE, (dist.get_world_size(),))
     for module in modules:
         fully_shard(module, mesh=mesh, **options)
 

@@ -89,13 +89,14 @@ class Batches(Dataset[Any]):
             torch.set_num_threads(1)
             with torch.no_grad():
                 targets = targets + self.model(tokens)
-        return tokens, targets
+        return tokens.cpu(), targets.cpu()
 
 
 def loaded(model: Model, batches: Iterable[Any]) -> Any:
     found = {}
     for step, (tokens, targets) in enumerate(batches, 1):
-        torch.nn.functional.mse_loss(model(tokens), targets).backward()
+        output = model(tokens.to(networks.DEVICE))
+        torch.nn.functional.mse_loss(output, targets.to(networks.DEVICE)).backward()
         found[f"step {step}"] = networks.gradients(model)
     return found
 

@@ -28,7 +28,7 @@ class Samples(Dataset[Any]):
         return BATCH
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens, targets = networks.batch()
+        tokens, targets = networks.batch_on_host()
         return {"tokens": tokens[index], "targets": targets[index]}
 
 
@@ -65,7 +65,7 @@ def hugging_face(processes: int, scene: Scene) -> Any:
         optim="sgd",
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
-        use_cpu=True,
+        use_cpu=networks.DEVICE == "cpu",
         report_to=[],
         save_strategy="no",
         logging_strategy="no",
@@ -100,8 +100,13 @@ def lightning(processes: int, scene: Scene) -> Any:
         "enable_model_summary": False,
     }
     strategy = "ddp" if processes > 1 else "auto"
+    accelerator = "cpu" if networks.DEVICE == "cpu" else "auto"
     trainer = L.Trainer(
-        accelerator="cpu", devices=processes, strategy=strategy, max_epochs=EPOCHS, **quiet
+        accelerator=accelerator,
+        devices=processes,
+        strategy=strategy,
+        max_epochs=EPOCHS,
+        **quiet,
     )
     trainer.fit(Module(), DataLoader(Samples(), batch_size=BATCH // processes))
     return networks.parameters(model)
@@ -111,7 +116,7 @@ def accelerate(processes: int, scene: Scene) -> Any:
     from accelerate import Accelerator  # type: ignore[import-not-found]
 
     model = Model(scene.contestant)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=networks.DEVICE == "cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     wrapped, optimizer, loader = accelerator.prepare(
         WithLoss(model), optimizer, DataLoader(Samples(), batch_size=BATCH // processes)

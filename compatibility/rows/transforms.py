@@ -68,24 +68,19 @@ def one_by_one(scene: Scene) -> Any:
 
 def forward_mode(scene: Scene) -> Any:
     model = Model(scene.contestant)
-    x = stack_input()
+    x = networks.stack_input()
     return dict(zip(("output", "tangent"), jvp(model.stack, (x,), (torch.ones_like(x),))))
 
 
 def by_finite_differences(scene: Scene) -> Any:
     model = Model("plain")
-    x = stack_input()
+    x = networks.stack_input()
     h = 1e-5
     with torch.no_grad():
         return {
             "output": model.stack(x),
             "tangent": (model.stack(x + h) - model.stack(x - h)) / (2 * h),
         }
-
-
-def stack_input() -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(2, 5, 2 * networks.WIDTH, dtype=torch.float64, generator=generator)
 
 
 def called(scene: Scene) -> Any:
@@ -145,8 +140,8 @@ def onnx(scene: Scene) -> Any:
     path = str(scene.folder / "model.onnx")
     torch.onnx.export(model, (tokens,), path, dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (output,) = session.run(None, {session.get_inputs()[0].name: tokens.numpy()})
-    return {"output": torch.from_numpy(output)}
+    (output,) = session.run(None, {session.get_inputs()[0].name: tokens.cpu().numpy()})
+    return {"output": torch.from_numpy(output).to(networks.DEVICE)}
 
 
 EXPORT.add("`torch.export` of the model in `eval()`, saved and loaded", exported, evaluated)
@@ -205,7 +200,7 @@ def from_meta(scene: Scene) -> Any:
     """Built on the meta device, moved by `to_empty`, then loaded."""
     with torch.device("meta"):
         model = Model(scene.contestant)
-    model.to_empty(device="cpu")
+    model.to_empty(device=networks.DEVICE)
     model.load_state_dict(trained(scene).state_dict())
     return go_on(model)
 

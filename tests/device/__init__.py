@@ -50,7 +50,7 @@ def load() -> None:
     """Build the device, the first time, and register it with torch as `torch.rgdev`."""
     if rgdev.native is not None:
         return
-    rgdev.native = _import(_library())
+    rgdev.native = _import(library())
     generators = map(rgdev.native.default_generator, range(rgdev.device_count()))
     rgdev.default_generators = tuple(generators)
     torch.utils.rename_privateuse1_backend(NAME)
@@ -127,7 +127,7 @@ def capture() -> Iterator[None]:
 # --- building
 
 
-def _library() -> Path:
+def library() -> Path:
     """The compiled library: for this source, this torch and this Python, built once."""
     key = hashlib.sha256(SOURCE.read_bytes())
     key.update(f"{torch.__version__} {sys.implementation.cache_tag} {FLAGS}".encode())
