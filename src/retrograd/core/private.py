@@ -64,7 +64,7 @@ def _end(mode: DispatchMode, depth: int) -> None:
         try:
             mode.__exit__(None, None, None)
         except IndexError:  # it had been interrupted halfway
-            _C._pop_torch_dispatch_stack()
+            _C._pop_torch_dispatch_stack(None)
 
 
 class PassiveMode(DispatchMode):
@@ -215,9 +215,12 @@ def vmap_level() -> int:
 
     Public ways to ask and to set it would replace these two.
     """
-    level = _C._vmapmode_increment_nesting()
-    _C._vmapmode_decrement_nesting()
+    # `map` calls both in C: no interrupt comes between them. [Note: interrupts]
+    level, _ = map(_call, (_C._vmapmode_increment_nesting, _C._vmapmode_decrement_nesting))
     return level - 1
+
+
+_call = operator.methodcaller("__call__")
 
 
 def set_vmap_level(level: int) -> None:

@@ -51,6 +51,7 @@ class Fingerprint(NamedTuple):
     sums: list[float] = []
     sizes: list[float] = []  # sums of absolute values
     largest: float = 0.0  # of the elements; of whole numbers, zero
+    epsilon: float = 0.0  # of the dtype
 
 
 class Seen(NamedTuple):
@@ -165,7 +166,8 @@ class Verify(Guard):
             return 0.0
         if before.is_whole:
             return TOLERATED if drift else 0.0
-        return max(min(self.epsilon**0.5, 0.1), AMPLIFICATION * drift)
+        epsilon = max(self.epsilon, before.epsilon)
+        return max(min(epsilon**0.5, 0.1), AMPLIFICATION * drift)
 
 
 def read_leaves(
@@ -205,7 +207,9 @@ def fingerprint(tensor: Tensor, bits: bool) -> Fingerprint | None:
         return Fingerprint(kind, elements, is_whole, whole_sums(parts))
     sums = [number for part in parts for number in part.sum(-1, dtype=torch.float64).tolist()]
     sizes = [number for part in parts for number in absolute_sums(part)]
-    return Fingerprint(kind, elements, is_whole, sums, sizes, max(map(_finite, elements)))
+    largest = max(map(_finite, elements))
+    epsilon = torch.finfo(tensor.dtype).eps
+    return Fingerprint(kind, elements, is_whole, sums, sizes, largest, epsilon)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
