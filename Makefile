@@ -4,8 +4,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PEERS  := $(VENV)/peers
 INTEGRATIONS := $(VENV)/integrations
+TORCH  ?= 2.13.0
+OTHER  := .venv-torch/$(TORCH)
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not integration"
 
-.PHONY: help train test lint types tests test-integrations compatibility docs dist fuzz bench clean
+.PHONY: help train test lint types tests test-torch test-integrations compatibility docs dist fuzz bench clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -24,7 +27,14 @@ types: $(VENV)/ready  ## pyright
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 tests: $(PEERS)  ## pytest, on two cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not integration"
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
+
+test-torch:  ## the same on another torch, recorded in docs/limits.md: make test-torch TORCH=2.15.0 (7 GB, removed afterwards but for KEEP=1)
+	@trap 'test -n "$(KEEP)" || rm -rf $(OTHER)' EXIT; set -ex; \
+	$(PYTHON) -m venv $(OTHER); \
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[dev]'; \
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt; \
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python $(PYTEST) -p compatibility.versions
 
 test-integrations: $(INTEGRATIONS)  ## a stack under the Hugging Face Trainer, Lightning, Accelerate, peft, ONNX and TensorBoard
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_compatibility.py speedrun/tests/test_train.py
@@ -50,7 +60,7 @@ bench: $(PEERS)  ## time and memory of a step: plain, checkpoint, peers, the fiv
 	$(BIN)/python -W ignore -m benchmarks.systems
 
 clean:  ## remove the environment and everything generated
-	rm -rf $(VENV) build dist site benchmarks/results .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch build dist site benchmarks/results .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "retrograd needs Python 3.10 or newer; run: make PYTHON=python3.12 test")'

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import retrograd as rg
 
@@ -162,10 +163,8 @@ class LanguageModel(nn.Module):
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy of the next token, in nats. The logits are computed in chunks."""
         hidden = self(tokens).flatten(0, 1)  # batch * n, width
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=max(hidden.shape[0] // 8, 1))
         weight = self.embedding.weight.to(hidden.dtype)
-        targets = targets.flatten()
-        return nn.functional.linear_cross_entropy(hidden, weight, targets, options=options)
+        return cross_entropy_of_linear(hidden, weight, targets.flatten())
 
     @torch.no_grad()
     def generate(
@@ -193,6 +192,23 @@ class LanguageModel(nn.Module):
                 tokens = torch.tensor([[token]], device=device)
         finally:
             self.train(was_training)
+
+
+def cross_entropy_of_linear(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of the logits `hidden @ weight.T`, which are computed in chunks."""
+    size = max(hidden.shape[0] // 8, 1)
+    if hasattr(nn, "LinearCrossEntropyOptions"):
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=size)
+        return nn.functional.linear_cross_entropy(hidden, weight, targets, options=options)
+
+    # torch before 2.13
+    def part(hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = nn.functional.linear(hidden, weight)
+        return nn.functional.cross_entropy(logits, targets, reduction="sum")
+
+    parts = zip(hidden.split(size), targets.split(size))
+    losses = [checkpoint(part, *pair, use_reentrant=False) for pair in parts]
+    return torch.stack(losses).sum() / targets.numel()
 
 
 def draw(logits: Tensor, temperature: float, generator: torch.Generator | None) -> int:

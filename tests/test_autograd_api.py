@@ -98,9 +98,7 @@ def test_a_part_of_the_output_first_without_retaining():
     assert torch.allclose(gradient, torch.autograd.grad(aux[1], [stack.blocks[0].f.up.weight])[0])
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script.*:DeprecationWarning"
-)  # torch's own, inside vmap
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # torch's own, inside vmap
 @pytest.mark.parametrize("case", [case for case in zoo.REVERSED if case.value == "tensor"], ids=str)
 def test_torch_func(case):
     stack, x = case.build(depth=2)

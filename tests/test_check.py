@@ -175,6 +175,8 @@ def test_compiled_networks_are_checked_eagerly():
     assert network._compiled_call_impl is before
 
 
+# While it looks at an input, the compiler reads `.grad` even where it is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_functions_stay_compiled():
     stack = stack_of(mlp)
     stack.compile(backend="aot_eager")

@@ -178,7 +178,7 @@ MISTAKES = {
     "a network that leaves": ("my_networks:leaves_late", "sys.exit(0)"),
     "an error without words": ("my_networks:awkward", "raised Awkward (my_networks.py"),
     "a name that raises": ("my_networks:lazy", "ImportError: its own reason"),
-    "a network that fails": ("my_networks:shapes", "RuntimeError: mat1 and mat2"),
+    "a network that fails": ("my_networks:shapes", "mat1 and mat2 shapes cannot be multiplied"),
 }
 
 

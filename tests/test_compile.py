@@ -4,6 +4,7 @@ autograd.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import retrograd as rg
+from retrograd.core import private
 from tests import zoo
 
 # While it looks at an input, the compiler reads `.grad` even where it is no leaf.
@@ -82,6 +84,12 @@ def batch(n: int = 2, seed: int = 0) -> Tensor:
     return torch.randn(
         n, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     ).requires_grad_()
+
+
+def end_inspection(model: nn.Module, x: Any) -> None:
+    """Run the step that is inspected. In torch 2.9 functions run uncompiled in it."""
+    if not private.RUNS_COMPILED_IN_MODES:
+        zoo.gradients(model, model(x), x)
 
 
 # --- the same gradients
@@ -209,9 +217,10 @@ def test_training(way, memory):
 )
 def test_a_compiled_step_that_calls_backward(memory, compiled_autograd):
     """Backward is then called with the compiler at work, and forward ran without."""
+    x = batch()
 
     def step(stack: nn.Module) -> None:
-        zoo.loss(stack(batch())).backward()
+        zoo.loss(stack(x)).backward()
 
     def train(step: Callable[[nn.Module], None], memory: Any) -> list[Tensor | None]:
         torch.manual_seed(3)
@@ -255,6 +264,7 @@ def test_a_stack_compiles_its_functions():
     names, x = list(stack.state_dict()), batch()
     expected = zoo.gradients(stack, stack(x), x)
     stack.compile(backend=counter)
+    end_inspection(stack, x)
     assert list(stack.state_dict()) == names
     assert stack.blocks[0].f is stack.blocks[2].f is shared
     assert stack.blocks[0].g is stack.blocks[1].g is not g
@@ -270,11 +280,28 @@ def test_a_program_compiles_its_functions():
     streams = {"a": batch(), "b": batch(seed=1)}
     expected = zoo.gradients(net, net(streams), streams)
     net.compile(backend=counter)
+    end_inspection(net, streams)
     assert zoo.worst(zoo.gradients(net, net(streams), streams), expected) < 1e-9
     assert counter.frame_count == 1
 
 
-def test_functions_that_differ_in_their_attributes_may_be_compiled_each_for_itself():
+@pytest.mark.parametrize(
+    ("options", "compiled"),
+    [
+        ({}, 8),
+        pytest.param(
+            {"isolate_recompiles": True},
+            12,
+            marks=pytest.mark.skipif(
+                "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
+                reason=f"torch.compile of {torch.__version__} has no isolate_recompiles",
+            ),
+        ),
+    ],
+)
+def test_functions_that_differ_in_their_attributes_may_be_compiled_each_for_itself(
+    options, compiled
+):
     """Torch compiles 8 variants of one code and then runs it as it is; both times."""
 
     class Scaled(zoo.Mix):
@@ -285,18 +312,17 @@ def test_functions_that_differ_in_their_attributes_may_be_compiled_each_for_itse
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * self.scale
 
-    for options, compiled in (({}, 8), ({"isolate_recompiles": True}, 12)):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("aot_eager")
-        stack = rg.ReversibleSequence(
-            [(Scaled(2 * i), Scaled(2 * i + 1)) for i in range(6)],
-            memory=rg.Reverse(keep_last=False),
-        ).double()
-        x = batch()
-        expected = zoo.gradients(stack, stack(x), x)
-        stack.compile(backend=counter, **options)
-        assert zoo.worst(zoo.gradients(stack, stack(x), x), expected) < 1e-9
-        assert counter.frame_count == compiled
+    counter = CompileCounterWithBackend("aot_eager")
+    stack = rg.ReversibleSequence(
+        [(Scaled(2 * i), Scaled(2 * i + 1)) for i in range(6)],
+        memory=rg.Reverse(keep_last=False),
+    ).double()
+    x = batch()
+    expected = zoo.gradients(stack, stack(x), x)
+    stack.compile(backend=counter, **options)
+    end_inspection(stack, x)
+    assert zoo.worst(zoo.gradients(stack, stack(x), x), expected) < 1e-9
+    assert counter.frame_count == compiled
 
 
 @pytest.mark.parametrize("memory", [*REVERSED.values(), rg.Budget("100%")])
@@ -320,6 +346,7 @@ def test_recompute_compiles_nothing(way):
     counter = CompileCounterWithBackend("aot_eager")
     model = WAYS[way](Model(rg.Reverse(keep_last=False), lambda: zoo.Mix(4, dropout=0.5)), counter)
     x = batch()
+    end_inspection(model, x)
     y = model(x)
     compiled = counter.frame_count
     assert compiled >= 1
@@ -348,6 +375,8 @@ def test_recompute_runs_what_forward_ran():
 
     backend = aot_autograd(fw_compiler=logged("forward"), bw_compiler=logged("backward"))
     model, x = compile_functions(Model(rg.Reverse(keep_last=False)), backend), batch()
+    end_inspection(model, x)
+    ran.clear()
     y = model(x)
     (graph,) = {graph for _, graph, _ in ran}
     forward, n = ("forward", graph, False), 2 * DEPTH
@@ -388,7 +417,7 @@ def _inductor():
 
 @pytest.mark.usefixtures("_inductor")
 # Inductor imports modules of torch that still use torch.jit.
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_inductor(dropout):
     """Against plain autograd; with dropout against compiled functions in plain autograd, since
@@ -403,4 +432,5 @@ def test_inductor(dropout):
     expected = step(compile_functions(plain, "inductor") if dropout else plain)
     for memory in REVERSED.values():
         model = compile_functions(Model(memory, lambda: zoo.Mix(4, dropout)), "inductor")
+        end_inspection(model, x)
         assert zoo.worst(step(model), expected) < 1e-9

@@ -510,9 +510,7 @@ def test_it_shows_in_repr():
 # --- what users do with it
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script.*:DeprecationWarning"
-)  # torch's own, inside jvp and vmap
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # torch's own, inside jvp and vmap
 def test_rounding_has_the_gradient_of_the_identity():
     x = torch.randn(5, dtype=torch.float64, requires_grad=True)
     grid = rg.Grid(bits=2)
@@ -525,9 +523,7 @@ def test_rounding_has_the_gradient_of_the_identity():
     )
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script.*:DeprecationWarning"
-)  # torch's own, inside jvp and vmap
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # torch's own, inside jvp and vmap
 def test_transforms():
     stack, x = (
         rg.ReversibleSequence([(zoo.Mix(4), zoo.Mix(4)) for _ in range(3)], exact=True),

@@ -39,7 +39,7 @@ class HasScript(nn.Module):
         return self.inner(x) * 0.5
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 @pytest.mark.parametrize("make", [script, HasScript])
 @pytest.mark.parametrize("memory", [rg.Reverse(), REBUILD, rg.Anchor(every=1)], ids=repr)
 def test_scripts(make, memory):

@@ -71,7 +71,7 @@ def test_streams_are_strided(value):
 
 
 @every_memory
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 @pytest.mark.parametrize(
     "make",
     [
@@ -88,7 +88,7 @@ def test_torchscript_functions(make, memory):
     assert zoo.worst(zoo.gradients(stack, stack(x), x), zoo.gradients(plain, plain(x), x)) < 1e-9
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_torchscript_with_buffers_raises():
     stack = rg.ReversibleSequence([(torch.jit.script(nn.BatchNorm1d(4)), nn.Linear(4, 4))] * 2)
     with pytest.raises(

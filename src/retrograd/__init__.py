@@ -1,5 +1,8 @@
 """retrograd: train very deep PyTorch networks without storing their activations."""
 
+# first, because it says in a clear line if this torch is too old, too new or lacks something
+import retrograd.core.private  # noqa: F401
+
 # the usual case: a stack of (f, g) pairs
 from retrograd.sequence import ReversibleSequence as ReversibleSequence
 from retrograd.core.streams import Duplicate as Duplicate, Split as Split, AtRest as AtRest

@@ -56,7 +56,9 @@ def peak_of_backward(func: Any, arguments: Arguments) -> int:
     if func._schema.is_mutable:
         return 0
     leaves = [_without_values(leaf) for leaf in arguments.leaves]
-    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    inputs = [leaf for leaf in leaves if _needs_grad(leaf)]
+    if not inputs:
+        return 0
     shapes = [leaf for leaf in arguments.leaves if isinstance(leaf, Shape)]
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):

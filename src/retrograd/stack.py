@@ -23,7 +23,12 @@ from retrograd.core.guards import guards_of_plain_pass
 from retrograd.core.guards.versions import OutputVersions
 from retrograd.core.memory import Call, Keep, MemoryMode, Plan, plan_of
 from retrograd.core.observe import observed_guards, observed_memory, observed_verify
-from retrograd.core.private import are_transforms_active, break_graph, without_compiler
+from retrograd.core.private import (
+    are_transforms_active,
+    break_graph,
+    is_exporting,
+    without_compiler,
+)
 from retrograd.core.program import Pass, Program, Step, rebuilt_streams
 from retrograd.core.readback import ReadAtOnce, Readback
 from retrograd.core.streams import flatten, flatten_stream, unflatten
@@ -345,7 +350,7 @@ def is_plain(memory: MemoryMode) -> bool:
     """
     if isinstance(memory, Keep) or not torch.is_grad_enabled():
         return True
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if is_exporting() or torch.jit.is_tracing():
         return True
     return are_transforms_active()
 

@@ -19,19 +19,20 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from retrograd.checking.findings import Findings, collect
-from retrograd.checking.problems import find_problems
 from retrograd.checking.report import Both, Problem, Report, thinned
 from retrograd.checking.runs import Network, run_eagerly
 from retrograd.core.private import is_fake
 from retrograd.core.streams import flatten
 from retrograd.sequence import ReversibleSequence
+
+if TYPE_CHECKING:
+    from retrograd.checking.findings import Findings
 
 __all__ = ["Problem", "Report", "check"]
 
@@ -61,6 +62,8 @@ def check(module: Any, /, *args: Any, **kwargs: Any) -> Report:
         >>> report.ok
         True
     """
+    from retrograd.checking.findings import collect  # here: not every script that trains checks
+
     network_module = as_module(module)
     _check_arguments(args, kwargs)
     with run_eagerly(network_module):
@@ -117,6 +120,8 @@ def _check_arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> Non
 
 
 def _report(findings: Findings, training: bool) -> Report:
+    from retrograd.checking.problems import find_problems
+
     peak = None
     course = None
     if findings.traces is not None:

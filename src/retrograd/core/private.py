@@ -1,30 +1,114 @@
 """The private names of torch that retrograd uses, and which public ones would replace them.
 
 They are used here and nowhere else, apart from the dicts of `nn.Module` (`_parameters`, `_buffers`,
-`_modules`). `tests/test_house.py` checks that, `tests/test_private.py` tests each of them.
+`_modules`). `tests/test_house.py` checks that, `tests/test_private.py` tests each of them. Where
+versions of torch differ, it says so here, too.
 """
 
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from retrograd.core.torch_version import VERSION, needed
+
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _NormBase
+    from torch.utils import _pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
+else:
+    _NormBase = needed("nn.modules.batchnorm._NormBase")
+    _pytree = needed("utils._pytree")
+    TorchDispatchMode = needed("utils._python_dispatch.TorchDispatchMode")
 
 _C: Any = torch._C  # its stubs do not have what is used here
+
+# What is used below, so that a torch without it says so at import and not in a step.
+for _name in (
+    "Generator._cdata",
+    "Tensor._base",
+    "Tensor._post_accumulate_grad_hooks",
+    "Tensor._version",
+    "UntypedStorage._cdata",
+    "_C._are_functorch_transforms_active",
+    "_C._autograd._pop_saved_tensors_default_hooks",
+    "_C._autograd._push_saved_tensors_default_hooks",
+    "_C._autograd._saved_tensors_hooks_get_disabled_error_message",
+    "_C._autograd._saved_tensors_hooks_is_enabled",
+    "_C._autograd._top_saved_tensors_default_hooks",
+    "_C._autograd._unsafe_set_version_counter",
+    "_C._current_graph_task_id",
+    "_C._dynamo.eval_frame._FrameAction.DEFAULT",
+    "_C._dynamo.eval_frame._FrameAction.SKIP",
+    "_C._dynamo.eval_frame._FrameExecStrategy",
+    "_C._dynamo.eval_frame.get_eval_frame_callback",
+    "_C._dynamo.eval_frame.set_code_exec_strategy",
+    "_C._len_torch_dispatch_stack",
+    "_C._pop_torch_dispatch_stack",
+    "_C._set_grad_enabled",
+    "_C._storage_Use_Count",
+    "_C._vmapmode_decrement_nesting",
+    "_C._vmapmode_increment_nesting",
+    "_disable_dynamo",
+    "autograd.Variable._execution_engine.queue_callback",
+    "autograd.forward_ad._current_level",
+    "ops.aten._scaled_dot_product_flash_attention_for_cpu",
+):
+    needed(_name)
 
 # torch has no public pytree module yet; this is the one that its own documentation refers to.
 # `torch.pytree` would replace it.
 pytree = _pytree
 
 
-class DispatchMode(TorchDispatchMode):
+class _UncompiledMode(TorchDispatchMode):
+    """For torch 2.9: a mode in which compiled functions run as if they were not compiled.
+
+    There, the guards of compiled code fail in a mode (pytorch#164992). The code would be compiled
+    at each call, and after eight times no longer: recompute might run other code than forward.
+    `torch.compiler.set_stance("force_eager")` would replace it, if `torch.cond` worked in it.
+    """
+
+    def __enter__(self) -> Any:
+        entered = super().__enter__()
+        compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+        if compiler is not None:  # else nothing is compiled yet
+            vars(self).setdefault("stances", []).append(compiler._stance)
+            compiler._stance = _UncompiledStance()
+        return entered
+
+    def __exit__(self, *exception: Any) -> None:
+        stances = vars(self).get("stances")
+        if stances:  # else it was ended before: [Note: interrupts]
+            compiler: Any = sys.modules["torch._dynamo.eval_frame"]
+            compiler._stance = stances[-1]
+            stances.pop()
+        super().__exit__(*exception)
+
+
+class _UncompiledStance:
+    """What the compiler of torch 2.9 asks before each call of a compiled function."""
+
+    backend = None
+    skip_guard_eval_unsafe = False
+
+    @property
+    def stance(self) -> str:
+        # `torch.cond` and the like compile themselves, and must. They set this meanwhile.
+        return "default" if torch._dynamo.config.allow_empty_graphs else "force_eager"
+
+
+RUNS_COMPILED_IN_MODES = VERSION >= (2, 10)
+_Mode = TorchDispatchMode if TYPE_CHECKING or RUNS_COMPILED_IN_MODES else _UncompiledMode
+
+
+class DispatchMode(_Mode):
     """Sees every operation. Documented, but at home in a private module only.
 
     With these two settings, functions may be compiled and may use `torch.cond` in the mode, as they
@@ -160,12 +244,37 @@ def is_compiled(function: Any) -> bool:
     return hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "_orig_mod")
 
 
+def _is_exporting() -> bool:
+    return torch.compiler._is_exporting_flag  # type: ignore[attr-defined]
+
+
+# Whether a graph is exported. Up to torch 2.12, `torch.compiler.is_exporting` says so in every
+# compiled function.
+is_exporting = torch.compiler.is_exporting if VERSION >= (2, 13) else _is_exporting
+
+
 def break_graph(reason: str) -> None:
     """Break the graph, and tell a compiler that must not why. A reason in `without_compiler` would
     replace it.
     """
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=reason)
+
+
+# Whether FSDP forgets its casts if a module runs again in backward. Since 2.13 it casts there, too
+# (pytorch#159359).
+FSDP_FORGETS_CASTS = VERSION < (2, 13)
+
+
+def fsdp_policy(module: Any) -> Any:
+    """The mixed precision of a module that `fully_shard` was called with; None for any other.
+
+    A public way to ask would replace it.
+    """
+    if not hasattr(module, "_get_fsdp_state"):
+        return None
+    state = module._get_fsdp_state()
+    return state._mp_policy if len(state._modules) == 1 else None  # else it casts for one of them
 
 
 # Whether a parameter has hooks that run as soon as its gradient is there. A public
@@ -176,8 +285,8 @@ has_step_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 # caller passed. Equality of `torch.Generator` would replace it.
 identity_of_generator: Any = operator.attrgetter("_cdata")
 
-# What attention on a CPU runs. torch's FLOP counter has no formula for it; once it has, this is not
-# needed.
+# What attention on a CPU runs. torch's FLOP counter has a formula for it since 2.14. If that were
+# the oldest torch, this would not be needed.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -233,3 +342,8 @@ def set_vmap_level(level: int) -> None:
 # How many objects use a storage, given by its `_cdata`. A public `UntypedStorage.use_count()` would
 # replace it.
 storage_users: Any = _C._storage_Use_Count
+
+# What it returns if a single tensor uses the storage. The Python object of the storage, which had
+# to be made to ask, counts as long as the storage lives. In torch 2.9 it counts only while somebody
+# refers to it (pytorch#167564).
+ONE_TENSOR = 1 if VERSION < (2, 10) else 2

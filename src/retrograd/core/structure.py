@@ -12,6 +12,7 @@ verified: if a later call rebuilds them, it is inspected from there on.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograd.core import errors
-from retrograd.core.private import identity_of_generator
+from retrograd.core.private import FSDP_FORGETS_CASTS, fsdp_policy, identity_of_generator
 from retrograd.core.streams import State
 from retrograd.core.tensors import ShapeAndDtype, local, storage_of
 from retrograd.core.watch import Usage
@@ -166,6 +167,11 @@ class Structure:
         self.random_devices = {device for usage in usages for device in usage.random_devices}
         self.draws = any(usage.draws for usage in usages)
         self.has_written = any(usage.written for usage in usages)
+
+    @functools.cached_property
+    def forgets_casts(self) -> bool:
+        """Whether FSDP casts inputs or outputs of its modules, and would not in recompute."""
+        return FSDP_FORGETS_CASTS and any(map(fsdp_policy, self.modules))
 
     def has_inspected(self, updates: Iterable[int]) -> None:
         """These updates were watched, and verified if they are to be."""

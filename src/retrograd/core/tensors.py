@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from retrograd.core.private import pytree, storage_users
+from retrograd.core.private import ONE_TENSOR, pytree, storage_users
 
 # `map` with a getter runs in C. These loops run for every update, over everything a network holds.
 version_of = operator.attrgetter("_version")
@@ -59,8 +59,7 @@ def with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 def is_unshared(tensor: Tensor) -> bool:
     """Whether no other tensor (a view, an alias, a saved tensor) uses the same memory."""
-    # The storage object that is made here counts, too.
-    return type(tensor) is Tensor and storage_users(tensor.untyped_storage()._cdata) == 2
+    return type(tensor) is Tensor and storage_users(tensor.untyped_storage()._cdata) == ONE_TENSOR
 
 
 def local(tensor: Any) -> Any:

@@ -71,8 +71,16 @@ def guards_of_recorded_pass(
         guards.append(ArgumentObjects(arguments.objects, program))
     if structure.has_scripts:
         guards.append(Scripts())
+    if structure.forgets_casts:
+        guards.append(_fsdp_casts(structure))
     guards.append(Drift(program, precision, notices, dtypes, readback))
     return guards
+
+
+def _fsdp_casts(structure: Structure) -> Guard:
+    from retrograd.core.guards.fsdp_casts import FsdpCasts  # few need it: torch before 2.13
+
+    return FsdpCasts(structure)
 
 
 def guards_in_capture(
