@@ -153,6 +153,8 @@ def _locked(path: Path) -> Iterator[None]:
 def _build(library: Path) -> None:
     from torch.utils import cpp_extension
 
+    # The ninja of this environment, whether it is activated or not.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     if shutil.which(cpp_extension.get_cxx_compiler()) is None or shutil.which("ninja") is None:
         pytest.skip("the test device needs a C++ compiler and ninja", allow_module_level=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder, warnings.catch_warnings():

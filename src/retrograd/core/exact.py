@@ -200,7 +200,6 @@ class ScaledOnGrid(Coupling):
     coupling: Scaled
     grid: Grid
     at: Position | None  # of its store; None where a is 1 or -1 (nothing is lost), or 0 (all is)
-    stores_digits = True
 
     def forward(  # type: ignore[override]
         self,
@@ -380,12 +379,14 @@ class Precision:
         if self.grid is None:
             return list(program)
         stores = {target: iter(self._positions(program, target)) for target in rebuilt}
-        return [
-            step._replace(coupling=self._coupling(step.coupling, stores[step.target]))
-            if step.target in rebuilt
-            else step
-            for step in program
-        ]
+        steps = []
+        for step in program:
+            if step.target in rebuilt:
+                coupling = self._coupling(step.coupling, stores[step.target])
+                stores_digits = isinstance(coupling, ScaledOnGrid)
+                step = step._replace(coupling=coupling, stores_digits=stores_digits)
+            steps.append(step)
+        return steps
 
     def _positions(
         self,

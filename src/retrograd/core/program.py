@@ -74,6 +74,7 @@ class Step(NamedTuple):
     gets_reads: bool = False  # the coupling also gets the streams that the function reads
     target_from: TargetFrom = "output"
     inverse: Callable[..., Any] | None = None  # of the function
+    stores_digits: bool = False  # see `exact.ScaledOnGrid`
 
 
 Program = Sequence[Step]
@@ -219,11 +220,13 @@ def with_reads(
 def couple(update: Application) -> None:
     """Compute the new value of the target, and check that it fits."""
     step = update.step
-    output = with_reads(step, update.output, update.state)
-    if getattr(step.coupling, "stores_digits", False):
+    output = update.output
+    if step.gets_reads:
+        output = with_reads(step, output, update.state)
+    if step.stores_digits:
         couple_digits(update, step.coupling.forward, output)
         return
-    if update.fits:
+    if update.fits:  # nearly always
         update.result = combine(step.coupling.forward, update.target, output)
         return
     try:
@@ -239,7 +242,7 @@ def uncouple(update: Application) -> None:
     step = update.step
     output = with_reads(step, update.output, update.state)
     with torch.no_grad():
-        if getattr(step.coupling, "stores_digits", False):
+        if step.stores_digits:
             couple_digits(update, step.coupling.inverse, output)
         else:
             update.result = combine(step.coupling.inverse, update.target, output)

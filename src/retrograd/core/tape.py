@@ -158,13 +158,15 @@ class Tape(Pass):
             before_function(update)
         hooks = ForwardHooks(self.walk, self.index)
         choice = self.plan.choices.get(self.index, NOTHING)
-        target = self._save_before(update, choice, hooks)
+        is_usual = choice is NOTHING and step.target_from != "kept"
+        target = None if is_usual else self._save_before(update, choice, hooks)
         needs_grad = [leaf.requires_grad for leaf in update.inputs]
         self._run(update, hooks, choice)
         for after_update in self.guards.after_update:
             after_update(update)
         record = self._record(update, needs_grad)
-        self._keep(update, choice, hooks, record, target)
+        if not is_usual or not update.is_repeatable:
+            self._keep(update, choice, hooks, record, target)
         self.walk.remember(record, hooks)
         if self.index in self.sample:
             self.sample_bytes.append(activation_bytes(update.saved))
@@ -248,7 +250,7 @@ class Tape(Pass):
         if target is not None:
             self._keep_target(update, target, hooks, record)
         if choice is NOTHING and update.is_repeatable:
-            return  # nearly always
+            return
         output = save_output(update.output, self._memory_of_state(update.index))
         if not update.is_repeatable:
             record.output = output

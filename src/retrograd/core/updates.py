@@ -50,7 +50,6 @@ class Coupling:
     returns: tuple[str, ...] = ("out",)
     is_lossy = False  # True: `forward` forgets the target, and there is no `inverse`
     gets_reads = False  # True: it also gets the streams that the function reads
-    stores_digits = False  # True: see `exact.ScaledOnGrid`
     changes_shape = False  # True: the new value of the target may have another shape
 
     if TYPE_CHECKING:  # a type cannot say how many `out` arguments there are

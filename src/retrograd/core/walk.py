@@ -445,8 +445,9 @@ class Walk:
         step = self.program[index]
         target = self.state[step.target]
         coupling = step.coupling
-        output = with_reads(step, output, self.state)
-        if getattr(coupling, "stores_digits", False):
+        if step.gets_reads:
+            output = with_reads(step, output, self.state)
+        if step.stores_digits:
             self._rebuild_with_digits(index, output)
             return
         in_place = coupling.inverse
@@ -556,6 +557,7 @@ class Recompute:
         coupling_saves = len(record.shapes) > record.saved_by_function
         if undo and self.step.target_from != "output":
             self._restore_target()
+            undo = False
             if self.forward_hooks is None:  # nobody wants what autograd saves
                 return None
         try:
@@ -566,8 +568,7 @@ class Recompute:
             else:
                 output = self._run_function()
                 self._compare(record.shapes[: record.saved_by_function])
-            is_undone = self.walk.position == self.index
-            if undo and not is_undone and self._must_undo_at_once(coupling_saves):
+            if undo and (coupling_saves or type(self.step.coupling) not in TRUSTED):
                 self.undo(output)  # the inverse of a user's own may depend on what is put back
             if coupling_saves:
                 self._run_coupling(output)
@@ -578,9 +579,6 @@ class Recompute:
             for after_recompute in self.walk.guards.after_recompute:
                 after_recompute(self.index, self.hooks.saved, output, self.walk.state)
         return output
-
-    def _must_undo_at_once(self, coupling_saves: bool) -> bool:
-        return coupling_saves or type(self.step.coupling) not in TRUSTED
 
     def _restore_target(self) -> None:
         """Make the state that before the update, whose function does not have to run for that."""
