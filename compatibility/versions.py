@@ -71,7 +71,8 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: Any)
 
 def is_whole(config: Any) -> bool:
     """Whether pytest was asked for all tests."""
-    chosen = config.option.keyword or config.option.deselect or config.option.lf
+    last_failed = getattr(config.option, "lf", False)
+    chosen = config.option.keyword or config.option.deselect or last_failed
     return config.args_source.name == "TESTPATHS" and not chosen
 
 
