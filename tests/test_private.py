@@ -275,7 +275,7 @@ def test_a_torch_that_is_newer_than_any_tested_is_told_in_a_line():
     code, told = imported("torch.__version__ = '2.99.0+cpu'")
     assert code == 0
     assert told == [
-        f"<string>:1: UserWarning: retrograd was tested on {torch_version.SUPPORTED}, and this is "
+        f"<string>:1: UserWarning: retrograd was tested on {torch_version.TESTED}, and this is "
         "torch 2.99.0+cpu: check your network with rg.check"
     ]
 
@@ -288,7 +288,7 @@ def test_what_torch_lacks_is_told_in_a_line(name):
     assert code == 1
     assert told[-1] == (
         f"ImportError: retrograd cannot use torch {torch.__version__}, which has no torch.{name}: "
-        f"install {torch_version.SUPPORTED}"
+        f"install torch {torch_version.NEWEST[0]}.{torch_version.NEWEST[1]}"
     )
     assert len(told) < 12, "a traceback from deep inside"
 

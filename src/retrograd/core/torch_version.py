@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 OLDEST = (2, 9)
-NEWEST = (2, 15)  # that all tests were run on
-SUPPORTED = f"torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+NEWEST = (2, 13)  # that all tests were run on
+SUPPORTED = f"torch {OLDEST[0]}.{OLDEST[1]} or newer"
+TESTED = f"torch up to {NEWEST[0]}.{NEWEST[1]}"
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
@@ -25,7 +26,7 @@ if VERSION < OLDEST:
 
 if VERSION > NEWEST:
     warnings.warn(
-        f"retrograd was tested on {SUPPORTED}, and this is torch {torch.__version__}: check your "
+        f"retrograd was tested on {TESTED}, and this is torch {torch.__version__}: check your "
         "network with rg.check",
         stacklevel=4,
     )
@@ -38,5 +39,5 @@ def needed(path: str) -> Any:
     except AttributeError:
         raise ImportError(
             f"retrograd cannot use torch {torch.__version__}, which has no torch.{path}: "
-            f"install {SUPPORTED}"
+            f"install torch {NEWEST[0]}.{NEWEST[1]}"
         ) from None
