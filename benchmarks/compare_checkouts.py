@@ -401,7 +401,8 @@ def main() -> None:
     if not (options.other / "src" / "retrograd").is_dir():
         parser.error(f"{options.other} is no checkout: it has no src/retrograd.")
     before, after = results_of(options.other, ROOT)
-    comparisons = [compare(case, before[case], after[case]) for case in after]
+    both = [case for case in after if case in before]  # an older checkout may lack a coupling
+    comparisons = [compare(case, before[case], after[case]) for case in both]
     verdicts = [comparison.verdict for comparison in comparisons]
     summary = {verdict: verdicts.count(verdict) for verdict in ("equal", "lower", "different")}
     if options.json:
