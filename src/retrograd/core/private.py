@@ -343,7 +343,8 @@ def set_vmap_level(level: int) -> None:
 # replace it.
 storage_users: Any = _C._storage_Use_Count
 
-# What it returns if a single tensor uses the storage. The Python object of the storage, which had
-# to be made to ask, counts as long as the storage lives. In torch 2.9 it counts only while somebody
-# refers to it (pytorch#167564).
-ONE_TENSOR = 1 if VERSION < (2, 10) else 2
+# What it returns if a single tensor uses the storage. In most versions the Python object of the
+# storage, which had to be made to ask, counts as long as the storage lives; in torch 2.9 it counts
+# only while somebody refers to it (pytorch#167564). So it is measured.
+_one_tensor = torch.empty(1)
+ONE_TENSOR: int = storage_users(_one_tensor.untyped_storage()._cdata)
