@@ -181,6 +181,27 @@ def test_numbers_for_each_layer_and_numbers_that_change():
         net(x)
 
 
+@pytest.mark.parametrize("exact", [False, rg.Grid(dtype=torch.float64, bits=44)])
+@pytest.mark.parametrize("skip", [False, True])
+def test_an_ordinary_layer_among_others(skip, exact):
+    """The state before it is lost there, so it is kept."""
+    functions = layers(4)
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+
+    def formula(x):
+        a, b, c, d = functions
+        p, q = x, x + a(x)
+        p, q = q, q + b(q)
+        p, q = q, 0.5 * p + q + c(q)
+        return q + d(q)
+
+    wholes = [lambda x, f=f: x + f(x) for f in functions] if skip else functions
+    rule = rg.TwoStep(previous=(0, 0, 0.5, 0), current=1, scale=1)
+    net = rg.Residual(wholes, rule=rule, skip=skip, exact=exact, memory=rg.Anchor(1))
+    expected = gradients(functions, formula, x)
+    assert zoo.worst(gradients(functions, net, x), expected) < (1e-9 if not exact else 1e-7)
+
+
 def test_dr2net_on_its_way_from_the_ordinary_network():
     """The coefficients move while it trains; where `previous` is 0, states are kept."""
     functions = layers(5)

@@ -114,7 +114,8 @@ class Residual(Stack):
 
     def _couplings(self) -> Iterable[tuple[str, Coupling]]:
         steps = self.rule.steps(len(getattr(self, "functions", ())), True)
-        return [(f"rule, layer {i}", self._coupling(step)) for i, step in enumerate(steps)]
+        has_two = any(step.previous for step in steps)
+        return [(f"rule, layer {i}", self._coupling(step, has_two)) for i, step in enumerate(steps)]
 
     def _functions(self) -> Iterable[tuple[nn.Module, str]]:
         return self.functions.places()
@@ -174,12 +175,11 @@ class Residual(Stack):
             return Additive()
         return TwoStepUpdate(previous=1.0, current=step.current - 1, scale=step.scale)
 
-    def _coupling(self, step: Coefficients) -> Coupling:
+    def _coupling(self, step: Coefficients, has_two: bool) -> Coupling:
         if step.draws_sign:
             return BdiaUpdate(step.previous)
-        if step == ORDINARY:
-            is_whole = self.skip and not self._has_two_streams()
-            return Overwrite() if is_whole else Additive()
+        if step == ORDINARY and not has_two:
+            return Overwrite() if self.skip else Additive()
         return TwoStepUpdate(previous=step.previous, current=step.current, scale=step.scale)
 
     def _open(self, value: Any, name: str) -> dict[str, Any]:
@@ -211,7 +211,8 @@ class Residual(Stack):
             reads = "ab"[i % 2] if has_two else "a"
             target = "ba"[i % 2] if has_two else "a"
             keywords = by_update(self.route, fn, 1, kwargs)
-            coupling = self._first_coupling(step) if has_two and i == 0 else self._coupling(step)
+            is_first = has_two and i == 0
+            coupling = self._first_coupling(step) if is_first else self._coupling(step, has_two)
             program.append(make_step(name, target, (reads,), fn, coupling, keywords))
         if kwargs and program:
             taken = {outer for step in program for outer in step.keywords.values()}
