@@ -29,7 +29,7 @@ from retrograd.core.streams import State
 
 if TYPE_CHECKING:
     from retrograd.core.program import Application, Output
-    from retrograd.core.saved import Saved
+    from retrograd.core.saved import SavedAgain
 
 MOMENTS = (
     "before_forward",
@@ -117,7 +117,7 @@ class Guard:
     def after_recompute(
         self,
         index: int,
-        saved: list[Saved],
+        saved: list[SavedAgain],
         output: Output | None,
         state: State,
     ) -> None:
@@ -147,7 +147,7 @@ class Guards:
     after_forward: list[Callable[[State], None]]
     before_backward: list[Callable[[], bool]]
     before_recompute: list[Callable[[int, Undo], None]]
-    after_recompute: list[Callable[[int, list[Saved], Output | None, State], None]]
+    after_recompute: list[Callable[[int, list[SavedAgain], Output | None, State], None]]
     after_undo: list[Callable[[int, State], None]]
 
     def __init__(self, guards: Iterable[Guard] = ()) -> None:

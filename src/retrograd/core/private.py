@@ -232,7 +232,7 @@ def is_compiler_active() -> bool:
     `without_compiler` takes microseconds in each call, so it is left out where nothing would be
     compiled. A public way to ask would replace it.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # first: where it is true, the rest cannot be traced
         return True
     return _C._dynamo.eval_frame.get_eval_frame_callback() is not None
 

@@ -13,6 +13,7 @@ walk back.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import (
     Callable,
     Iterable,
@@ -391,13 +392,13 @@ class Pass:
 
     def _application(self, step: Step) -> Application:
         state = self.state
-        reads = [self.read(name) for name in step.reads]
+        reads = list(map(self.read, step.reads))
         if len(reads) > 1:
             reads = one_value_a_stream(step.reads, reads)
         update = Application(self.program, self.index, state, self.specs[step.target], reads)
-        update.inputs = [*update.target]
+        update.inputs = inputs = list(update.target)
         for name in step.reads:
-            update.inputs += state[name]
+            inputs += state[name]
         return update
 
     def _accept(self, update: Application) -> None:
@@ -432,6 +433,8 @@ class Pass:
         reversible network must stay as wide as they are. So the functions of the block read the
         cast streams, and the updates continue with the wide ones.
         """
+        if is_same_state(state, self.state):
+            return  # nearly always
         casts = {}
         for name, leaves in state.items():
             if leaves is not self.state[name] and any(map(is_cast, leaves, self.state[name])):
@@ -448,7 +451,8 @@ class Pass:
         """Continue with the streams that a block returned, after the hooks on it ran."""
         self.casts = {}
         self.dtypes = self.caller_dtypes
-        self._continue_with(state)
+        if not is_same_state(state, self.state):
+            self._continue_with(state)
 
     def check_casts(self, casts: State) -> None:
         """A pass that is walked back checks that a hook cast the streams and did nothing else."""
@@ -457,7 +461,7 @@ class Pass:
         """Take over streams. Raise if a hook replaced one that backward has to rebuild."""
         for name, leaves in state.items():
             if leaves is self.state[name]:
-                continue  # nearly always
+                continue
             for before, after in zip(self.state[name], leaves):
                 if after is not before and not self._may_replace(before, after):
                     raise self.replaced_stream(name, before, describe(after))
@@ -480,6 +484,13 @@ class Pass:
     ) -> errors.RetrogradError:
         where = f"before update {self.index} of {len(self.program)},"
         return errors.replaced_stream(where, stream, describe(before), after)
+
+
+def is_same_state(state: State, other: State) -> bool:
+    """Whether no stream was replaced."""
+    if len(state) != len(other):
+        return False
+    return all(map(operator.is_, state.values(), other.values()))
 
 
 def one_value_a_stream(names: Sequence[str], reads: list[Any]) -> list[Any]:

@@ -1,12 +1,12 @@
 """Tensors that are kept for backward.
 
 Everything that the engine keeps is a `Saved`: the streams from which backward starts, the tensors
-in keyword arguments, what a plan keeps of an update, and what autograd saves in a recompute.
+in keyword arguments, and what a plan keeps of an update. What autograd saves in a recompute lives
+for a moment and has no hooks: a plain pair of tensor and version (`SavedAgain`) is enough for it.
 """
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -25,9 +25,7 @@ from retrograd.core.streams import (
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack and unpack
 SavedState = dict[str, tuple["Saved", ...]]
 SavedOutput = list[tuple["Saved", ...]]
-
-
-content_of = operator.attrgetter("content")
+SavedAgain = tuple[Tensor, int]
 
 
 class Saved(NamedTuple):

@@ -32,6 +32,7 @@ EVERY = 1024  # calls: how often a stack is inspected again
 MAX_KINDS = 8  # how many shapes, dtypes and devices are inspected
 
 _training = operator.attrgetter("training")
+_values = operator.methodcaller("values")
 
 Functions = tuple[Any, ...]  # what one update calls: its function, and perhaps its coupling
 
@@ -190,7 +191,7 @@ class Structure:
         """Whether all modules have the members that they had."""
         if list(map(len, self._slots)) != self._sizes:
             return False
-        now = itertools.chain.from_iterable([slot.values() for slot in self._slots])
+        now = itertools.chain.from_iterable(map(_values, self._slots))
         return all(map(operator.is_, now, self._values))
 
 

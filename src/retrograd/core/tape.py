@@ -1,6 +1,6 @@
 """Forward, recorded: the real autograd graph, with a number wherever autograd would save a tensor.
 
-While a function runs, autograd hands each tensor that it wants to save to `ForwardHooks.pack` and
+While a function runs, autograd hands each tensor that it wants to save to `Recording.pack` and
 stores the number that `pack` returns. When the function is done, the tensors are let go. In
 backward, autograd hands the number to `ForwardHooks.unpack`, and the walk makes the tensor again.
 For that it has one `Record` for each update, and whatever the guards of the call remember.
@@ -58,6 +58,7 @@ from retrograd.core.program import (
 from retrograd.core.saved import (
     KeywordArguments,
     Saved,
+    SavedAgain,
     SavedOutput,
     SavedState,
     save,
@@ -71,6 +72,7 @@ from retrograd.core.tensors import (
     distinct_bytes,
     is_capturing,
     nbytes,
+    requires_grad_of,
     shape_and_dtype,
     shapes_of,
     storage_of,
@@ -146,21 +148,22 @@ class Tape(Pass):
     # --- updates
 
     def update(self, step: Step) -> None:
-        if self.index >= self.plan.may_keep_from and not self.is_past_cut and self._is_at_cut():
+        index = self.index
+        if index >= self.plan.may_keep_from and not self.is_past_cut and self._is_at_cut():
             self.cut()
         if self.is_past_cut:
             super().update(step)
             return
-        if self.index == self.inspect_from:
+        if index == self.inspect_from:
             self._inspect()
         update = self._application(step)
         for before_function in self.guards.before_function:
             before_function(update)
-        hooks = ForwardHooks(self.walk, self.index)
-        choice = self.plan.choices.get(self.index, NOTHING)
+        hooks = ForwardHooks(self.walk, index)
+        choice = self.plan.choices.get(index, NOTHING)
         is_usual = choice is NOTHING and step.target_from != "kept"
         target = None if is_usual else self._save_before(update, choice, hooks)
-        needs_grad = [leaf.requires_grad for leaf in update.inputs]
+        needs_grad = list(map(requires_grad_of, update.inputs))
         self._run(update, hooks, choice)
         for after_update in self.guards.after_update:
             after_update(update)
@@ -168,7 +171,7 @@ class Tape(Pass):
         if not is_usual or not update.is_repeatable:
             self._keep(update, choice, hooks, record, target)
         self.walk.remember(record, hooks)
-        if self.index in self.sample:
+        if index in self.sample:
             self.sample_bytes.append(activation_bytes(update.saved))
         if self.steps_in_backward or not update.saved:
             self._follow_backward(update)
@@ -188,9 +191,9 @@ class Tape(Pass):
         choice: Choice,
     ) -> None:
         """Run the function and the coupling, while the hooks receive what autograd saves."""
-        update.saved = hooks.recording
+        update.saved = recording = hooks.recording
         try:
-            push_hooks(hooks.pack, hooks.unpack)
+            push_hooks(recording.pack, hooks.unpack)
             if choice.operations:
                 keep = KeepOperations(choice.operations, update.saved)
                 run_in_mode(keep, evaluate, update, self.keywords, self.guards)
@@ -205,7 +208,8 @@ class Tape(Pass):
         finally:
             # Let go of the tensors: they refer to the graph, and the graph refers to these hooks.
             hooks.is_recording = False
-            hooks.recording = []
+            update.saved = list(recording)
+            recording.clear()
             pop_hooks()
         if hooks.ran_backward:
             self.local_backward.updates.add(update.index)
@@ -377,6 +381,18 @@ class Tape(Pass):
         self.cache.trusts_casts = True
 
 
+class Recording(list[Tensor]):
+    """What autograd saves while a function runs."""
+
+    __slots__ = ()
+
+    @never_compiled
+    def pack(self, tensor: Tensor) -> int:
+        slot = len(self)
+        self.append(tensor)
+        return slot
+
+
 class ForwardHooks:
     """The hooks of one update in forward.
 
@@ -405,10 +421,10 @@ class ForwardHooks:
     ) -> None:
         self.walk = walk
         self.index = index
-        self.recording: list[Tensor] = []  # what autograd saves while the function runs
+        self.recording = Recording()
         self.is_recording = True
         self.ran_backward = False  # the function called autograd while it ran
-        self.saved: list[Saved | None] | None = None  # the same tensors again, in backward
+        self.saved: list[SavedAgain | None] | None = None  # the same tensors again, in backward
         self.is_kept = False  # `saved` serves more than one request
         # What the plan keeps. It is here and not in the walk, so that it goes as backward goes.
         self.output: SavedOutput | None = None
@@ -417,21 +433,17 @@ class ForwardHooks:
         self.target: tuple[Saved, ...] | None = None  # the target before it, if that is kept
 
     @never_compiled
-    def pack(self, tensor: Tensor) -> int:
-        self.recording.append(tensor)
-        return len(self.recording) - 1
-
-    @never_compiled
     def unpack(self, slot: int) -> Tensor:
-        if self.is_recording:  # the function is still running and calls autograd
-            self.ran_backward = True
-            return self.recording[slot]
-        saved = None if self.saved is None else self.saved[slot]
+        tensors = self.saved
+        saved = None if tensors is None else tensors[slot]
         if saved is None:
+            if self.is_recording:  # the function is still running and calls autograd
+                self.ran_backward = True
+                return self.recording[slot]
             saved = self.walk.saved_tensor(self, slot)
-        tensor: Tensor = saved.content
-        if tensor._version != saved.version:
-            versions = (saved.version, tensor._version)
+        tensor, version = saved
+        if tensor._version != version:
+            versions = (version, tensor._version)
             where = place(self.walk.program, self.index)
             raise errors.edited_after_save(where, describe(tensor), versions)
         if not self.is_kept:
@@ -441,7 +453,7 @@ class ForwardHooks:
 
     def keep(self, tensors: list[Tensor]) -> None:
         """Keep what autograd saved until the graph is freed."""
-        self.saved = [save(tensor.detach()) for tensor in tensors]
+        self.saved = [(tensor.detach(), tensor._version) for tensor in tensors]
         self.is_kept = True
 
 

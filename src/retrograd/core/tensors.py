@@ -15,6 +15,7 @@ from retrograd.core.private import ONE_TENSOR, pytree, storage_users
 
 # `map` with a getter runs in C. These loops run for every update, over everything a network holds.
 version_of = operator.attrgetter("_version")
+requires_grad_of = operator.attrgetter("requires_grad")
 stride_of = operator.methodcaller("stride")
 shape_and_dtype = operator.attrgetter("shape", "dtype")
 

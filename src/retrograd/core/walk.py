@@ -45,6 +45,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -83,9 +84,9 @@ from retrograd.core.saved import (
     PLAIN_TYPES,
     KeywordArguments,
     Saved,
+    SavedAgain,
     SavedOutput,
     SavedState,
-    content_of,
     leaf_view,
     load_leaves,
     load_state,
@@ -268,7 +269,7 @@ class Walk:
         self,
         hooks: ForwardHooks,
         slot: int,
-    ) -> Saved:
+    ) -> SavedAgain:
         """A tensor that autograd saved of an update, made again."""
         # Backward may be called from a compiled function, and the compiler would compile functions
         # that forward ran as they are. [Note: torch.compile]
@@ -283,16 +284,16 @@ class Walk:
         home: HomeStreams,
         hooks: ForwardHooks,
         slot: int,
-    ) -> Saved:
+    ) -> SavedAgain:
         saved = home.run(functools.partial(self._saved_tensor, hooks, slot))
-        used_elsewhere(saved.content)
+        used_elsewhere(saved[0])
         return saved
 
     def _saved_tensor(
         self,
         hooks: ForwardHooks,
         slot: int,
-    ) -> Saved:
+    ) -> SavedAgain:
         index = hooks.index
         with self.lock:
             if self.held_context is None:
@@ -313,7 +314,7 @@ class Walk:
         self,
         hooks: ForwardHooks,
         slot: int,
-    ) -> Saved:
+    ) -> SavedAgain:
         return self._saved_tensor(hooks, slot)
 
     @without_compiler
@@ -426,8 +427,8 @@ class Walk:
                 if back:
                     back.run()
             # They refer to the recomputed graph, and that to these hooks.
-            saved = recompute.hooks.saved
-            recompute.hooks.saved = []
+            saved = list(recompute.hooks)
+            recompute.hooks.clear()
         if undo and self.position != index:
             recompute.undo(output)  # not done yet
         if hooks is not None and self.records[index].output is None:
@@ -536,16 +537,16 @@ class Recompute:
         # not get to its end; unless the coupling saves tensors too, which need that output.
         self.stops_early = (
             forward_hooks is not None
-            and record.may_stop_early
-            and not walk.guards.need_output
             and (
                 forward_hooks.output is not None
                 or forward_hooks.streams is not None
                 or self.step.target_from != "output"
             )
+            and record.may_stop_early
+            and not walk.guards.need_output
             and len(record.shapes) == record.saved_by_function
         )
-        self.hooks = RecomputeHooks(record.saved_by_function if self.stops_early else None)
+        self.hooks = RecomputeHooks()
 
     def run(self, undo: bool) -> Output | None:
         """Run the function, and the coupling if autograd saves tensors of it.
@@ -554,6 +555,7 @@ class Recompute:
         put away again: autocast, for instance, holds its casts of the weights until then.
         """
         record = self.record
+        hooks = self.hooks
         coupling_saves = len(record.shapes) > record.saved_by_function
         if undo and self.step.target_from != "output":
             self._restore_target()
@@ -561,7 +563,7 @@ class Recompute:
             if self.forward_hooks is None:  # nobody wants what autograd saves
                 return None
         try:
-            push_hooks(self.hooks.pack, self.hooks.unpack)
+            push_hooks(self._pack_until() if self.stops_early else hooks.pack, hooks.unpack)
             if record.output is not None:
                 output = self.load(record.output)
                 coupling_saves = False
@@ -577,8 +579,12 @@ class Recompute:
             pop_hooks()
         if record.output is None:
             for after_recompute in self.walk.guards.after_recompute:
-                after_recompute(self.index, self.hooks.saved, output, self.walk.state)
+                after_recompute(self.index, hooks, output, self.walk.state)
         return output
+
+    def _pack_until(self) -> Callable[[Tensor], int]:
+        """A hook that ends the recompute when autograd has saved all that it saved in forward."""
+        return functools.partial(self.hooks.pack_until, self.record.saved_by_function)
 
     def _restore_target(self) -> None:
         """Make the state that before the update, whose function does not have to run for that."""
@@ -613,10 +619,10 @@ class Recompute:
         keywords = walk.arguments.get() if self.step.keywords else {}
         try:
             if hooks is None or not hooks.operations:
-                if self.hooks.stop_at != 0:
+                if not self.stops_early or self.record.saved_by_function:
                     evaluate(update, keywords, walk.guards)
             else:
-                reuse = ReuseOperations(hooks.operations, self.hooks.saved)
+                reuse = ReuseOperations(hooks.operations, self.hooks)
                 run_in_mode(reuse, evaluate, update, keywords, walk.guards)
         except StopRecompute:
             pass
@@ -644,7 +650,7 @@ class Recompute:
                     list(map(leaf_view, leaves, flags)), walk.specs[name], self.record.dtypes[name]
                 )
             position += len(leaves)
-        reads = [views[name] for name in step.reads]
+        reads = list(map(views.__getitem__, step.reads))
         spec = walk.specs[step.target]
         return Application(walk.program, self.index, walk.state, spec, reads)
 
@@ -676,7 +682,7 @@ class Recompute:
 
     def _compare(self, shapes: list[ShapeAndDtype]) -> None:
         """Raise unless autograd saved again what it saved in forward."""
-        saved = list(map(content_of, self.hooks.saved))
+        saved = [tensor for tensor, _ in self.hooks]
         try:
             now = list(map(shape_and_dtype, saved))
         except RuntimeError:
@@ -779,28 +785,31 @@ def _drop(tensor: object) -> None:
     """A hook that keeps nothing."""
 
 
-class RecomputeHooks:
-    """The hooks of one recompute. They collect what autograd saves."""
+class RecomputeHooks(list[SavedAgain]):
+    """The hooks of one recompute, and what autograd saves in it."""
 
-    __slots__ = ("saved", "stop_at")
-
-    def __init__(self, stop_at: int | None) -> None:
-        self.saved: list[Saved] = []
-        self.stop_at = stop_at  # with so many tensors the function need not go on; None: it must
+    __slots__ = ()
 
     @never_compiled
     def pack(self, tensor: Tensor) -> int:
-        saved = self.saved
-        saved.append(Saved(tensor, tensor._version))
-        if len(saved) == self.stop_at:
+        slot = len(self)
+        self.append((tensor, tensor._version))
+        return slot
+
+    @never_compiled
+    def pack_until(self, count: int, tensor: Tensor) -> int:
+        """Collect so many tensors, then end the recompute."""
+        slot = self.pack(tensor)
+        if slot + 1 == count:
             raise StopRecompute
-        return len(saved) - 1
+        return slot
 
     @never_compiled
     def unpack(self, slot: int) -> Tensor:
-        if slot >= len(self.saved):
+        if slot >= len(self):
             raise errors.stale_activation()
-        return self.saved[slot].content
+        tensor, _ = self[slot]
+        return tensor
 
 
 class StopRecompute(BaseException):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from retrograd.core import errors
 from retrograd.core.guard import Guard, Undo
 from retrograd.core.program import Output, Program, place
-from retrograd.core.saved import PLAIN_TYPES, Saved
+from retrograd.core.saved import PLAIN_TYPES, SavedAgain
 from retrograd.core.streams import State
 
 MAX_DEPTH = 6
@@ -48,7 +48,7 @@ class ArgumentObjects(Guard):
     def after_recompute(
         self,
         index: int,
-        saved: list[Saved],
+        saved: list[SavedAgain],
         output: Output | None,
         state: State,
     ) -> None:

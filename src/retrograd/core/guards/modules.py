@@ -18,11 +18,11 @@ from retrograd.core.structure import (
     Members,
     Structure,
 )
+from retrograd.core.tensors import requires_grad_of
 
 MISSING: Any = object()
 
 _training = operator.attrgetter("training")
-_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Found(NamedTuple):
@@ -41,7 +41,7 @@ class ModuleState(Guard):
         self.structure = structure
         # Taken in two loops over everything: the same work between updates costs several times it.
         self.training = list(map(_training, structure.modules))
-        self.requires_grad = list(map(_requires_grad, structure.parameters))
+        self.requires_grad = list(map(requires_grad_of, structure.parameters))
         self.found: list[Found] = []  # modules that were seen in this call for the first time
 
     def found_module(self, module: nn.Module) -> None:
@@ -53,7 +53,7 @@ class ModuleState(Guard):
         structure = self.structure
         return (
             list(map(_training, structure.modules)) != self.training
-            or list(map(_requires_grad, structure.parameters)) != self.requires_grad
+            or list(map(requires_grad_of, structure.parameters)) != self.requires_grad
             or not structure.is_current()
             or bool(self.found)
         )

@@ -13,7 +13,7 @@ from retrograd.core import errors
 from retrograd.core.guard import Guard
 from retrograd.core.guards.random_state import RandomState
 from retrograd.core.program import Output, Program, place
-from retrograd.core.saved import Saved
+from retrograd.core.saved import SavedAgain
 from retrograd.core.streams import State
 
 
@@ -34,7 +34,7 @@ class OtherThreads(Guard):
     def after_recompute(
         self,
         index: int,
-        saved: list[Saved],
+        saved: list[SavedAgain],
         output: Output | None,
         state: State,
     ) -> None:

@@ -49,8 +49,14 @@ class RandomState(Guard):
         self.states: list[list[bytes]] = []  # before each update, and after the last one
         self.has_drawn = has_drawn  # some function has, or was seen to draw in an earlier call
 
-    def before_function(self, update: Application) -> None:
-        self.states.append(self._latest())
+    def before_function(self, update: Application | None) -> None:
+        now = self.current()
+        states = self.states
+        if states and states[-1] == now:
+            now = states[-1]
+        elif states:
+            self.has_drawn = True
+        states.append(now)
 
     def found_generator(self, generator: torch.Generator) -> None:
         """A function that runs is about to use this generator, for the first time."""
@@ -74,16 +80,7 @@ class RandomState(Guard):
             self.states[-1] = [*self.states[-1], as_bytes(found.get())]
 
     def at_cut(self, state: State) -> None:
-        self.states.append(self._latest())
-
-    def _latest(self) -> list[bytes]:
-        now = self.current()
-        if not self.states:
-            return now
-        if self.states[-1] == now:
-            return self.states[-1]
-        self.has_drawn = True
-        return now
+        self.before_function(None)
 
     def before_backward(self) -> bool:
         return self.has_drawn
@@ -97,8 +94,11 @@ class RandomState(Guard):
         self.restore(self.states[index])
 
     def current(self) -> list[bytes]:
-        states = [get() for get, _ in self.generators]
-        return [string_at(state.data_ptr(), state.nbytes) for state in states]
+        states = []
+        for get, _ in self.generators:
+            state = get()
+            states.append(string_at(state.data_ptr(), state.nbytes))
+        return states
 
     def restore(self, states: list[bytes]) -> None:
         for generator, state in zip(self.generators, states):

@@ -31,7 +31,7 @@ from retrograd.core.guards.watching import Watching
 from retrograd.core.private import is_fake
 from retrograd.core.program import Application, Output, Program, place
 from retrograd.core.readback import Readback
-from retrograd.core.saved import Saved
+from retrograd.core.saved import SavedAgain
 from retrograd.core.streams import State
 from retrograd.core.structure import Notices, Structure
 from retrograd.core.tensors import describe, has_dense_strides, local, storage_bytes, storage_of
@@ -104,7 +104,7 @@ class Verify(Guard):
     def after_recompute(
         self,
         index: int,
-        saved: list[Saved],
+        saved: list[SavedAgain],
         output: Output | None,
         state: State,
     ) -> None:
@@ -116,7 +116,7 @@ class Verify(Guard):
         reads = self._fingerprints(read_leaves(state, self.program, index))
         apart = [difference(a, b, floor, 0.0).off for a, b in zip(seen.reads, reads)]
         drift = max(apart, default=0.0)
-        tensors = [tensor for tensor, _, _ in saved]
+        tensors = [tensor for tensor, _ in saved]
         again = self._fingerprints(tensors)
         for slot, (before, after) in enumerate(zip(seen.saved, again)):
             what = f"tensor {slot} of those that autograd saves"

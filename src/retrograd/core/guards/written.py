@@ -13,7 +13,7 @@ from torch import Tensor
 
 from retrograd.core.guard import Guard, Undo
 from retrograd.core.program import Application, Output
-from retrograd.core.saved import Saved
+from retrograd.core.saved import SavedAgain
 from retrograd.core.streams import State
 from retrograd.core.structure import Structure
 from retrograd.core.tensors import storage_of
@@ -52,17 +52,17 @@ class WrittenTensors(Guard):
     def after_recompute(
         self,
         index: int,
-        saved: list[Saved],
+        saved: list[SavedAgain],
         output: Output | None,
         state: State,
     ) -> None:
         if index not in self.copies:
             return
         memory = {storage_of(tensor) for tensor, _ in self.copies[index]}
-        for slot, (tensor, _, _) in enumerate(saved):
+        for slot, (tensor, _) in enumerate(saved):
             if storage_of(tensor) in memory:
                 copy = tensor.detach().clone()
-                saved[slot] = Saved(copy, copy._version)
+                saved[slot] = (copy, copy._version)
         for leaf, outputs in enumerate(output or ()):
             if output is not None and any(storage_of(out) in memory for out in outputs):
                 output[leaf] = tuple([out.clone() for out in outputs])
