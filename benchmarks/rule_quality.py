@@ -22,11 +22,10 @@ from torch import Tensor, nn
 import retrograd as rg
 from benchmarks.drift import FIGURES
 from benchmarks.exact_training import CONTEXT, batch, texts
-from benchmarks.schemes import PAGE
+from benchmarks.page import write_table
 from speedrun.model import Config, LanguageModel
 
 DATA = FIGURES / "rules.jsonl"
-BEGIN, END = "<!-- quality: begin -->", "<!-- quality: end -->"
 RULES: dict[str, Any] = {
     "ordinary network, `Euler()`": rg.Euler(),
     "pairs, `ReversibleSequence`": None,
@@ -83,13 +82,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write(text: str) -> None:
-    """Put the table into the page, between its markers."""
-    before, rest = PAGE.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -108,7 +100,7 @@ def main() -> None:
     DATA.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(table(rows))
     if options.write:
-        write(table(rows))
+        write_table("quality", table(rows))
 
 
 if __name__ == "__main__":

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import retrograd as rg
+from benchmarks.page import write_table
 from retrograd import measure
-
-PAGE = Path(__file__).parent.parent / "docs" / "rules.md"
-BEGIN, END = "<!-- schemes: begin -->", "<!-- schemes: end -->"
 
 Functions = Sequence[Any]
 Network = Callable[[Tensor], Tensor]
@@ -296,14 +293,6 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def write(text: str) -> None:
-    """Put the table into the page, between its markers."""
-    page = PAGE.read_text()
-    before, rest = page.split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the table to docs/rules.md")
@@ -312,7 +301,7 @@ def main() -> None:
     text = table()
     print(text)
     if options.write:
-        write(text)
+        write_table("schemes", text)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import torch
 
 import retrograd as rg
 from benchmarks import schemes
+from benchmarks.page import PAGE
 from tests import zoo
 
 
@@ -42,6 +43,5 @@ def test_each_is_a_few_lines():
 
 
 def test_the_page_has_the_table():
-    page = schemes.PAGE.read_text()
-    text = page.split(schemes.BEGIN)[1].split(schemes.END)[0]
+    text = PAGE.read_text().split("<!-- schemes: begin -->")[1].split("<!-- schemes: end -->")[0]
     assert all(f"| {scheme.name} | `{scheme.equation}` |" in text for scheme in schemes.SCHEMES)

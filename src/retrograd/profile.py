@@ -63,6 +63,7 @@ class Operation(NamedTuple):
     saves_before: int  # how many tensors autograd had saved when it began
     counted: bool  # may be kept: it has a FLOP formula, is not random, its results are not edited
     storages: frozenset[int] = frozenset()  # the memory of its results, while it is measured
+    parameters: frozenset[int] = frozenset()  # that of the parameters it reads, likewise
     arguments: Arguments | None = None  # while it is measured
     is_saved: bool = False  # autograd saves all of its results anyway
 
@@ -74,6 +75,9 @@ class UpdateProfile:
     operations: list[Operation] = field(default_factory=list)
     forward_bytes: int = 0  # the most alive at once while the function ran
     backward_bytes: int = 0  # the same for its backward: an estimate
+    # The most in either, with the gradients of its parameters that exist by then, less all of them.
+    # It is negative if these are larger than what the update needs.
+    fresh_bytes: int = 0
     saved_bytes: int = 0  # saved by autograd; parameters excluded
     output_bytes: int = 0
     saved_by_fn: int = 0  # how many tensors autograd saved for the function
@@ -104,19 +108,27 @@ class UpdateProfile:
         self.saved_bytes = distinct_bytes(activations)
         self.output_bytes = distinct_bytes(outputs)
         self.operations = list(map(_with_gradient_bytes, self.operations))
-        self.backward_bytes = _backward_bytes(self.operations, own, outputs)
-        saved_storages = {storage_of(tensor) for tensor in own if tensor is not None}
-        self.operations = [
-            operation._replace(
-                is_saved=operation.storages <= saved_storages, storages=frozenset(), arguments=None
-            )
-            for operation in self.operations
-        ]
         self.gradients = {
             id(parameter): largest_shard(parameter)
             for parameter in parameters
             if parameter.requires_grad
         }
+        alive = _alive_in_backward(self.operations, own, outputs)
+        self.backward_bytes = max(alive)
+        own_gradients = _gradients_in_backward(self.operations, parameters)
+        most = max(map(sum, zip(alive, own_gradients)), default=0)
+        most = max(most, self.forward_bytes + own_gradients[-1])
+        self.fresh_bytes = most - sum(self.gradients.values())
+        saved_storages = {storage_of(tensor) for tensor in own if tensor is not None}
+        self.operations = [
+            operation._replace(
+                is_saved=operation.storages <= saved_storages,
+                storages=frozenset(),
+                parameters=frozenset(),
+                arguments=None,
+            )
+            for operation in self.operations
+        ]
 
 
 def _with_gradient_bytes(operation: Operation) -> Operation:
@@ -135,10 +147,10 @@ def _outside(tensors: Iterable[Tensor | None], storages: set[int]) -> list[Tenso
     ]
 
 
-def _backward_bytes(
+def _alive_in_backward(
     operations: Sequence[Operation], saved: Sequence[Tensor | None], outputs: Sequence[Tensor]
-) -> int:
-    """The most bytes that are alive at once in the backward of an update.
+) -> list[int]:
+    """The bytes that are alive in the backward of an update, at each operation and before the last.
 
     Backward goes through the operations from the last to the first. At each of them, the tensors
     that autograd saved up to there are still alive, and the gradients of what it read and returned
@@ -146,12 +158,39 @@ def _backward_bytes(
     """
     output_bytes = {storage_of(tensor): tensor.nbytes for tensor in outputs}
     saves_after = [*(operation.saves_before for operation in operations[1:]), len(saved)]
-    most = distinct_bytes(saved)
+    alive = []
     for operation, count in zip(operations, saves_after):
         stream_gradients = sum(output_bytes.get(storage, 0) for storage in operation.storages)
-        alive = distinct_bytes(saved[:count]) + operation.gradient_bytes - stream_gradients
-        most = max(most, alive)
-    return most
+        alive.append(distinct_bytes(saved[:count]) + operation.gradient_bytes - stream_gradients)
+    return [*alive, distinct_bytes(saved)]
+
+
+def _gradients_in_backward(operations: Sequence[Operation], parameters: Sequence[Any]) -> list[int]:
+    """The bytes of the gradients of parameters, at the moments of `_alive_in_backward`.
+
+    A gradient exists as soon as backward has reached the last operation that reads its parameter.
+    If no operation is seen to do so, it may exist at any time.
+    """
+    new = [0] * len(operations)
+    unknown = 0
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        memory = storage_of(local(parameter))
+        readers = [i for i, operation in enumerate(operations) if memory in operation.parameters]
+        if readers:
+            new[readers[-1]] += largest_shard(parameter)
+        else:
+            unknown += largest_shard(parameter)
+    existing = itertools.accumulate(reversed([*new, unknown]))
+    return list(existing)[::-1]
+
+
+class GradientsToCome(NamedTuple):
+    """Gradients of parameters that do not exist yet when backward has passed an update."""
+
+    bytes: int
+    are_own_new: bool  # none of the update's own existed before: it shares no parameter
 
 
 class PlanMaker(Protocol):
@@ -203,36 +242,32 @@ class Profile:
         it is added to.
         """
         last = len(self.updates) - 1
+        # The streams and their gradients; and again, when new ones replace them.
+        streams = 2 * self.state_bytes
         needs = []
         for index, (update, to_come) in enumerate(zip(self.updates, self._gradients_to_come())):
-            need = self._working_bytes(update)
+            most = max(update.forward_bytes, update.backward_bytes)
+            if fresh and to_come.are_own_new:
+                most = update.fresh_bytes
+            need = streams + max(most, streams)
             if index == last:
                 need += self.state_bytes  # the output of the stack
             if fresh:
-                need -= to_come
+                need -= to_come.bytes
             else:
                 need += max(update.gradients.values(), default=0)
             needs.append(need)
         return needs
 
-    def _working_bytes(self, update: UpdateProfile) -> int:
-        """The streams and their gradients, and the most that the update itself needs: in its
-        recompute, in its backward, or when new streams and new gradients replace the old ones.
-        """
-        streams = 2 * self.state_bytes
-        return streams + max(update.forward_bytes, update.backward_bytes, streams)
-
-    def _gradients_to_come(self) -> list[int]:
-        """For each update, the bytes of the parameter gradients that do not exist yet when backward
-        has passed it.
-        """
+    def _gradients_to_come(self) -> list[GradientsToCome]:
+        """What backward has yet to create when it has passed each update."""
         missing = self.gradients()
-        remaining = sum(missing.values())
         to_come = []
         for update in reversed(self.updates):
+            are_own_new = missing.keys() >= update.gradients.keys()
             for parameter in update.gradients:
-                remaining -= missing.pop(parameter, 0)
-            to_come.append(remaining)
+                missing.pop(parameter, 0)
+            to_come.append(GradientsToCome(sum(missing.values()), are_own_new))
         return to_come[::-1]
 
     def plain(self, fresh: bool) -> int:
@@ -262,7 +297,7 @@ class OperationRecorder(LiveBytes):
     def __init__(self, saved: Sized, parameters: Iterable[Any]) -> None:
         super().__init__()
         self.saved = saved  # the tensors that autograd has saved of the function so far
-        self.parameter_storages = {storage_of(local(parameter)) for parameter in parameters}
+        self.parameter_storages = frozenset(storage_of(local(p)) for p in parameters)
         self.operations: list[Operation] = []
         self.calls: dict[Any, int] = {}
         self.edited: set[int] = set()  # storages that an in-place operation wrote to
@@ -277,7 +312,7 @@ class OperationRecorder(LiveBytes):
         if _is_mutable(func):
             written = _tensors((*args[:1], *kwargs.values()))
             self.edited.update(map(storage_of, written))
-        flops = _flops(func, args, kwargs, result)
+        flops = flops_of_operation(func, args, kwargs, result)
         inputs = list(_tensors(args))
         outputs = list(_tensors(result))
         speed = _speed(inputs)
@@ -297,6 +332,7 @@ class OperationRecorder(LiveBytes):
                 # A random operation must run again, or all later ones would draw other numbers.
                 counted=flops is not None and not drew and not _is_random(func),
                 storages=frozenset(map(storage_of, outputs)),
+                parameters=self.parameter_storages.intersection(map(storage_of, inputs)),
                 arguments=self._arguments(func, args, kwargs) if allocated else None,
             )
         )
@@ -349,7 +385,7 @@ def _speed(inputs: Sequence[Tensor]) -> Speed:
     return SPEEDS.get(device, SPEEDS["cuda"])
 
 
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
+def flops_of_operation(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
     """FLOPs by torch's formulas; for attention on a CPU, which torch does not count, by our own."""
     if getattr(func, "_overloadpacket", None) is CPU_ATTENTION:
         query = args[0]

@@ -135,7 +135,8 @@ def plan_call(
         cache.profiles = Recent(REMEMBERED)
     accumulates = any(p.grad is not None for p in structure.parameters if p.is_leaf)
     numbers, are_all = _numbers_of_key(cache, leaves)
-    key = (*_call_key(structure, streams, keywords), *numbers)
+    kinds = tuple([(step.target_from, getattr(step.coupling, "at", None)) for step in program])
+    key = (kinds, *_call_key(structure, streams, keywords), *numbers)
     profile = cache.profiles.find(key)
     if profile is not None and profile.is_complete:
         guards: list[Guard] = [] if are_all else [StillFits(profile, cache)]

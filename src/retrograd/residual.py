@@ -22,7 +22,7 @@ from retrograd.core.updates import (
     WithAux,
 )
 from retrograd.routing import by_update, check_all_taken
-from retrograd.rules import ORDINARY, Coefficients, Euler, Rule, growth
+from retrograd.rules import ORDINARY, Coefficients, Euler, Rule, checked_steps, growth
 from retrograd.stack import Blocks, Stack, check_function, detached, on_grid
 
 ERRORS = 1e3  # how much undoing may enlarge rounding errors between two kept states
@@ -68,7 +68,10 @@ class Residual(Stack):
         stream_dtype: torch.dtype | None = None,
         verify: VerifyCalls = "first",
     ) -> None:
+        if not isinstance(skip, bool):
+            raise TypeError(f"skip={skip!r}: pass True if each function is a whole layer.")
         self._rule: Rule = Euler()
+        self._checked: list[Coefficients] = []  # the steps that were checked last
         self.skip = skip
         super().__init__(memory, exact, drift, stream_dtype, verify)
         self.functions = FunctionList(functions)
@@ -98,22 +101,22 @@ class Residual(Stack):
         """Raise if rounding errors would grow too much."""
         super()._check(memory, precision)
         depth = len(getattr(self, "functions", ()))
-        factor = growth(self.rule.steps(depth, True))
+        factor = growth(checked_steps(self.rule, depth, True))
         if precision.grid is not None or factor == 1 or isinstance(memory, Keep):
             return
         layers = 2 * memory.every if isinstance(memory, Anchor) else depth
         if factor**layers > ERRORS:
+            other = "rg.Anchor(1) or rg.Keep()" if factor**2 <= ERRORS else "rg.Keep()"
             raise ValueError(
                 f"rule={self.rule!r}: undoing a layer divides by {1 / factor:.3g}, so rounding "
                 f"errors grow by {factor:.3g} for each layer, and {layers} layers are undone. "
-                "Build it with exact=True, which rounds nothing; or with memory=rg.Anchor(1) or "
-                "rg.Keep()."
+                f"Build it with exact=True, which rounds nothing; or with memory={other}."
             )
 
     # --- what a stack defines
 
     def _couplings(self) -> Iterable[tuple[str, Coupling]]:
-        steps = self.rule.steps(len(getattr(self, "functions", ())), True)
+        steps = checked_steps(self.rule, len(getattr(self, "functions", ())), True)
         has_two = any(step.previous for step in steps)
         return [(f"rule, layer {i}", self._coupling(step, has_two)) for i, step in enumerate(steps)]
 
@@ -136,16 +139,9 @@ class Residual(Stack):
 
         Gradients flow through all of them. Each costs the memory of one state.
         """
-        wanted = [range(len(self))[number] for number in after]
-        found: dict[int, Any] = {}
-
-        def look(layer: int, run: Pass) -> None:
-            if layer in wanted:
-                found[layer] = run.read(run.program[layer].target)
-
-        with self._looking(look):
-            output = self(x, **kwargs)
-        return output, [found[number] for number in wanted]
+        return self._states(
+            x, kwargs, after, lambda layer, run: run.read(run.program[layer].target)
+        )
 
     def inverse(self, previous: Any, last: Any, /, **kwargs: Any) -> Any:
         """The input that gave these last two states, detached.
@@ -153,13 +149,27 @@ class Residual(Stack):
         `last, (previous,) = net.states(x, after=[-2])`. Only for rules that multiply by 1 or -1:
         `Midpoint`, `Leapfrog`.
         """
+        self._check_invertible()
         streams = {"a": previous, "b": last}
         if self._last_stream() == "a":
             streams = {"a": last, "b": previous}
         return self._inverse({name: detached(value) for name, value in streams.items()}, kwargs)
 
+    def _check_invertible(self) -> None:
+        steps = self._steps()
+        if any(step.draws_sign for step in steps):
+            why = "draws signs, and other ones each time"
+        elif len(steps) < 2 or not all(step.previous for step in steps[1:]):
+            why = "has one state only at some layer, and the one before it is not known"
+        else:
+            return
+        raise ValueError(
+            f"inverse: rule={self.rule!r} {why}. Use rg.Midpoint(h), rg.Leapfrog(h) or "
+            "rg.TwoStep(1, current, scale), with two layers or more."
+        )
+
     def _steps(self) -> list[Coefficients]:
-        return self.rule.steps(len(self.functions), self.training)
+        return checked_steps(self.rule, len(self.functions), self.training)
 
     def _has_two_streams(self) -> bool:
         return any(step.previous for step in self._steps())
@@ -204,6 +214,9 @@ class Residual(Stack):
 
     def _blocks(self, value: Any, kwargs: dict[str, Any]) -> Blocks:
         steps = self._steps()
+        if steps != self._checked:  # the numbers of a rule may be assigned
+            self._check(self.memory, self.precision)
+            self._checked = steps
         has_two = self._has_two_streams()
         program: list[Step] = []
         for i, (fn, step) in enumerate(zip(self._layers(steps), steps)):
@@ -248,17 +261,23 @@ class Residual(Stack):
         """A function; of a slice, a network of these functions with the same settings."""
         if not isinstance(index, slice):
             return self.functions[index]
+        rule = self.rule.part(index) if hasattr(self.rule, "part") else self.rule  # type: ignore[attr-defined]
         return Residual(
             list(self.functions)[index],
-            rule=self.rule,
+            rule=rule,
             skip=self.skip,
             route=self.route,
             **self._settings(),
         ).train(self.training)
 
     def append(self, function: Callable[..., Any]) -> Residual:
+        """Add a function at the end."""
         self.functions.append(function)
-        self._check(self.memory, self.precision)
+        try:
+            self._check(self.memory, self.precision)
+        except Exception:
+            self.functions.pop()
+            raise
         return self
 
 
@@ -309,6 +328,11 @@ class FunctionList(nn.Module):
     def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
         super().__init__()
         self.count = 0
+        if not isinstance(functions, Iterable):
+            raise TypeError(
+                f"functions={type(functions).__name__}(...): pass an iterable of layers, such as a "
+                "list or an nn.Sequential."
+            )
         for fn in functions:
             self.append(fn)
 
@@ -316,6 +340,11 @@ class FunctionList(nn.Module):
         check_function(fn, f"functions[{self.count}]")
         setattr(self, str(self.count), fn)
         self.count += 1
+
+    def pop(self) -> None:
+        """Remove the last function."""
+        self.count -= 1
+        delattr(self, str(self.count))
 
     def __len__(self) -> int:
         return self.count

@@ -58,6 +58,10 @@ class Update(nn.Module):
         route: Mapping[str, str] | Sequence[str] | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(target, str):
+            raise TypeError(
+                f"{type(self).__name__}({target!r}, ...): target is the name of a stream."
+            )
         if isinstance(reads, str):
             raise TypeError(
                 f"Update({target!r}, reads={reads!r}): reads is a tuple of names; write "
@@ -236,7 +240,11 @@ class Reversible(Stack):
     def append(self, update: Update) -> Reversible:
         """Add an update at the end."""
         self.updates.append(_checked_update(update, len(self.updates)))
-        self._check(self.memory, self.precision)
+        try:
+            self._check(self.memory, self.precision)
+        except Exception:
+            del self.updates[-1]
+            raise
         return self
 
 

@@ -11,10 +11,11 @@ first step is Euler's, because there is no state before the input.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+from retrograd.core.updates import is_number
 
 Number = float | Sequence[float]
 
@@ -32,7 +33,11 @@ ORDINARY = Coefficients(0.0, 1.0, 1.0)
 
 
 class Rule(Protocol):
-    """What `rule=` of a `Residual` takes. Write your own with this method."""
+    """What `rule=` of a `Residual` takes. Write your own with this method.
+
+    A rule with a number for each layer may have a method `part(slice)`, too: the rule for a slice
+    of the network.
+    """
 
     def steps(self, layers: int, training: bool, /) -> list[Coefficients]:
         """The coefficients of each layer. Those of the first one must not use `previous`."""
@@ -91,7 +96,7 @@ class Blend:
     h: float | None = None
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "a", "h")
+        _check_numbers(self, "a", *(() if self.h is None else ("h",)))
         if not 0 < abs(self.a) <= 1:
             raise ValueError(
                 f"Blend(a={self.a!r}): a lies between 0 and 1. Try Blend(1/4); rg.Euler() is the "
@@ -107,7 +112,8 @@ class Blend:
 class Bdia:
     """`p[k+1] = g * p[k-1] + (1 - g) * p[k] + (1 + g) * f(p[k])`, `g` being `gamma` or `-gamma`.
 
-    While training, a sign is drawn for each sample and layer, from torch's generators. In
+    While training, a sign is drawn for each sample of a tensor and each layer, from torch's
+    generators. In
     evaluation `g` is 0: the ordinary network, to the bit. Undoing divides by `gamma`: this needs
     `exact=True`, which stores `log2(1 / gamma)` bits for each element and layer.
     """
@@ -145,9 +151,15 @@ class TwoStep:
     scale: Number
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "previous", "current", "scale")
+        _check_numbers(self, "previous", "current", "scale", may_be_sequences=True)
+
+    def part(self, index: slice) -> TwoStep:
+        """The rule for a slice of the layers."""
+        values = (self.previous, self.current, self.scale)
+        return TwoStep(*[v[index] if isinstance(v, Sequence) else v for v in values])
 
     def steps(self, layers: int, training: bool) -> list[Coefficients]:
+        self.__post_init__()  # the numbers may have been assigned
         names = ("previous", "current", "scale")
         columns = [_for_each_layer(getattr(self, name), name, layers) for name in names]
         steps = [Coefficients(*row) for row in zip(*columns)]
@@ -180,15 +192,27 @@ def _for_each_layer(value: Number, name: str, layers: int) -> list[float]:
     return [float(number) for number in value]
 
 
-def _check_numbers(rule: object, *names: str) -> None:
+def _check_numbers(rule: object, *names: str, may_be_sequences: bool = False) -> None:
     """Raise unless these attributes are finite numbers, or sequences of them."""
     for name in names:
         value = getattr(rule, name)
-        if value is None:
-            continue
-        numbers = value if isinstance(value, Sequence) else [value]
-        for number in numbers:
-            is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-            if not is_number or not math.isfinite(number):
-                kind = type(rule).__name__
-                raise ValueError(f"{kind}({name}={value!r}): {name} must be a finite number.")
+        is_sequence = may_be_sequences and isinstance(value, Sequence)
+        if not all(map(is_number, value if is_sequence else [value])):
+            kind = type(rule).__name__
+            raise ValueError(f"{kind}({name}={value!r}): {name} must be a finite number.")
+
+
+def checked_steps(rule: Rule, layers: int, training: bool) -> list[Coefficients]:
+    """The steps of a rule, which may be the user's own."""
+    steps = rule.steps(layers, training)
+    where = f"rule={rule!r}: steps({layers}, {training})"
+    if not all(isinstance(step, Coefficients) for step in steps):
+        raise TypeError(f"{where} must return a list of retrograd.rules.Coefficients.")
+    if len(steps) != layers:
+        raise ValueError(f"{where} returned {len(steps)} steps; return one for each layer.")
+    if steps and steps[0].previous:
+        raise ValueError(
+            f"{where} returned a first step with previous={steps[0].previous}, and there is no "
+            "state before the input. Return previous=0 there."
+        )
+    return steps

@@ -14,6 +14,7 @@ from retrograd.core.memory import MemoryMode, Reverse
 from retrograd.core.program import Pass, Step, make_step
 from retrograd.core.streams import (
     Duplicate,
+    Split,
     State,
     StreamRule,
     flatten_stream,
@@ -160,16 +161,7 @@ class ReversibleSequence(Stack):
             >>> stack = rg.ReversibleSequence([(torch.tanh, torch.sin)] * 4)
             >>> y, (early, late) = stack.states(torch.ones(2), after=(0, 2))
         """
-        wanted = [range(len(self.blocks))[number] for number in after]
-        found: dict[int, Any] = {}
-
-        def look(block: int, run: Pass) -> None:
-            if block in wanted:
-                found[block] = self._close(run)
-
-        with self._looking(look):
-            output = self(x, **kwargs)
-        return output, [found[number] for number in wanted]
+        return self._states(x, kwargs, after, lambda _, run: self._close(run))
 
     def _run_blocks(self, run: Pass, blocks: Blocks, undo: bool = False) -> None:
         pairs = list(enumerate(zip(self.blocks, blocks)))
@@ -294,4 +286,9 @@ def _checked_streams(streams: Any) -> StreamRule:
     is_rule = hasattr(streams, "split") and hasattr(streams, "join")
     if isinstance(streams, (type, str)) or not is_rule:
         raise TypeError(f"streams={streams!r}: pass rg.Duplicate(), rg.Split() or rg.AtRest().")
+    if isinstance(streams, Split) and streams.count != 2:
+        raise ValueError(
+            f"streams={streams!r}: a stack of pairs has two streams. Use rg.Split(parts=2), or "
+            "rg.Reversible for more."
+        )
     return streams

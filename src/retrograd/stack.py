@@ -27,6 +27,7 @@ from retrograd.core.private import (
     are_transforms_active,
     break_graph,
     is_exporting,
+    pytree,
     without_compiler,
 )
 from retrograd.core.program import Pass, Program, Step, rebuilt_streams
@@ -241,6 +242,23 @@ class Stack(nn.Module):
         """The input that the streams of a pass make, after all updates were taken back."""
         return self._close(run)
 
+    def _states(
+        self, x: Any, kwargs: dict[str, Any], after: Any, state_of: Callable[[int, Pass], Any]
+    ) -> tuple[Any, list[Any]]:
+        """The output, and `state_of` each of these blocks, right after it has run."""
+        wanted = positions_of(after, len(self))  # type: ignore[arg-type]
+        found: dict[int, Any] = {}
+
+        def look(block: int, run: Pass) -> None:
+            if block in wanted:
+                # A node of its own: it holds what backward needs, and no later function builds on
+                # it. See `ForwardContext`.
+                found[block] = run.hand_out(pytree.tree_map(alias, state_of(block, run)))
+
+        with self._looking(look):
+            output = self(x, **kwargs)
+        return output, [found[number] for number in wanted]
+
     @contextlib.contextmanager
     def _looking(self, look: Callable[[int, Pass], None]) -> Iterator[None]:
         """Inside, `look` is called with the number of each block, after it has run."""
@@ -362,6 +380,20 @@ def compiled_function(fn: Any, args: Any, kwargs: Any) -> Any:
     return torch.compile(fn, *args, **kwargs)
 
 
+def positions_of(after: Any, count: int) -> list[int]:
+    """Numbers of blocks, counted from the front. Raises for those that do not exist."""
+    if not isinstance(after, Sequence) or not all(isinstance(one, int) for one in after):
+        raise TypeError(f"after={after!r}: pass a sequence of numbers, such as after=(3, 7).")
+    for number in after:
+        if not -count <= number < count:
+            raise IndexError(f"after={after!r}: there are {count}, from 0 to {count - 1}.")
+    return [number % count for number in after]
+
+
+def alias(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf[...] if leaf.requires_grad else leaf
+
+
 def detached(value: Any) -> Any:
     leaves, spec = flatten_stream(value, "the output")
     return unflatten([leaf.detach() for leaf in leaves], spec)
@@ -398,6 +430,8 @@ def checked_memory(memory: Any) -> MemoryMode:
 def checked_coupling(coupling: Any) -> Coupling:
     """`coupling`, or a `TypeError` that says what a coupling is."""
     names = ("forward", "inverse")
+    if getattr(coupling, "is_lossy", False):
+        names = ("forward",)
     if isinstance(coupling, type):
         what = f"the class {coupling.__name__}"
     elif all(callable(getattr(coupling, name, None)) for name in names):

@@ -8,6 +8,8 @@ below n out of the store, so that the store grows by `log2(d / n)` bits only:
     y = k * n + e                           pop  e:   e = s mod n,   s = (s - e) / n
 
 Every line can be undone (Maclaurin, Duvenaud and Adams, 2015, call it reversible multiplication).
+So y is off from `x * n / d` by less than n: the smaller n, the better.
+
 A store is a list of words, each a tensor of integers of the shape of the stream. How full a word is
 at each update depends on the ratios only, so it is known before anything runs.
 """
@@ -60,16 +62,21 @@ class Position(NamedTuple):
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """In which words are computed: bytes if they fit, for the sake of memory."""
-        return torch.uint8 if self.bound * self.ratio.d <= 2**8 and self.ratio.n == 1 else x.dtype
+        n, d, _ = self.ratio
+        is_byte = n == 1 and d < 2**8 and self.bound * d <= 2**8
+        return torch.uint8 if is_byte else x.dtype
 
 
-def positions(ratios: Iterable[Ratio]) -> list[Position]:
-    """The positions of all multiplications of a stream, in order."""
+def positions(ratios: Iterable[Ratio | None]) -> list[Position]:
+    """The positions of all multiplications of a stream, in order. None: a new word follows."""
     found: list[Position] = []
-    bound = 1
+    bound: int | None = None
     for ratio in ratios:
-        is_new = not found or bound * ratio.d > ratio.capacity
-        position = Position(ratio, 1 if is_new else bound, is_new)
+        if ratio is None:
+            bound = None
+            continue
+        is_new = bound is None or bound * ratio.d > ratio.capacity
+        position = Position(ratio, 1 if bound is None or is_new else bound, is_new)
         found.append(position)
         bound = position.bound_after
     return found
@@ -86,7 +93,7 @@ def multiply(
     r = x.remainder(d).to(dtype)
     y = x.sub_(r).div_(d, rounding_mode="floor")
     if not at.is_new:
-        r = words[-1].to(dtype).mul(d).add_(r)
+        r = words[-1].to(dtype).mul(d) + r  # not in place: under vmap, the word may have no batch
         words = words[:-1]
     if n > 1:
         e = r.remainder(n)

@@ -105,6 +105,39 @@ def out_of_range(
     return explain(GridError, where, what, why, ", or ".join(fixes) + ".")
 
 
+def coarse_ratio(a: float, fraction: str, off: float, most: int) -> RetrogradError:
+    return explain(
+        GridError,
+        f"{a!r}, which is {fraction},",
+        f"is too fine a ratio for this grid: products would be off by up to {off:.2g}.",
+        "exact reversal mixes stored digits into a product, as many steps of the grid as the "
+        "numerator says.",
+        f"choose a ratio with a numerator up to {most}, such as 15/16, or "
+        "exact=rg.Grid(dtype=torch.float64).",
+    )
+
+
+def whole_numbers(coupling: str, dtype: str) -> RetrogradError:
+    return explain(
+        OutputError,
+        f"{coupling}",
+        f"multiplies a stream of {dtype}.",
+        "whole numbers times a ratio are no whole numbers.",
+        "pass that part as a keyword argument, or use a rule or coupling that adds only.",
+    )
+
+
+def off_grid(where: str, bits: int) -> RetrogradError:
+    return explain(
+        CouplingError,
+        where,
+        f"is a transform whose result is not on the grid: not multiples of 2**-{bits}.",
+        "later updates are exact on the grid only, and would rebuild other values.",
+        "use a map that moves values and does not change them (a permutation, a reshape), or "
+        "exact=False.",
+    )
+
+
 def drifted(
     where: str,
     stream: str,

@@ -28,15 +28,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from retrograd.core import errors
 from retrograd.core.digits import (
     LARGEST,
     Position,
+    Ratio,
     Words,
     divide,
     multiply,
     positions,
     ratio_of,
 )
+from retrograd.core.tensors import dtype_name
 from retrograd.core.updates import (
     TRUSTED,
     Additive,
@@ -50,6 +53,8 @@ from retrograd.core.updates import (
 _SIGNIFICAND = {torch.float32: 24, torch.float64: 53}
 _DEFAULT_BITS = {torch.float32: 12, torch.float64: 32}
 _STREAM_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+ACCURACY = 2.0**-8  # how far off a product may be: what bfloat16 rounds a number near 1 by
 
 AnyStep = Any  # a `program.Step`: that file imports this one
 
@@ -199,7 +204,7 @@ class ScaledOnGrid(Coupling):
 
     coupling: Scaled
     grid: Grid
-    at: Position | None  # of its store; None where a is 1 or -1 (nothing is lost), or 0 (all is)
+    at: Position | None  # of its store; None where a is 1 or -1, and nothing is lost
 
     def forward(  # type: ignore[override]
         self,
@@ -207,6 +212,8 @@ class ScaledOnGrid(Coupling):
         words: Words,
         *out: Tensor,
     ) -> tuple[Tensor, Words]:
+        if not (x.is_floating_point() or x.is_complex()):
+            raise errors.whole_numbers(repr(self.coupling), dtype_name(x.dtype))
         value, words = self._multiple(x.detach(), words)
         sign = self._sign(x, out)
         # Plus zero: -0.0 would be rebuilt as 0.0, and a function may tell them apart.
@@ -243,8 +250,22 @@ class ScaledOnGrid(Coupling):
     ) -> tuple[Tensor, Words]:
         if self.at is None:
             return x * self.coupling.a, words
+        self._check_ratio(self.at.ratio, x.dtype.to_real())
         whole, words = multiply(self._to_whole(x), words, self.at)
         return self._from_whole(whole, x), words
+
+    def _check_ratio(
+        self,
+        ratio: Ratio,
+        dtype: torch.dtype,
+    ) -> None:
+        """Raise if products would be too far off: see `digits`."""
+        bits = self.grid.bits_of(dtype)
+        off = ratio.n * 2.0**-bits
+        if ratio.n > 1 and off > ACCURACY:
+            fraction = f"{ratio.sign * ratio.n}/{ratio.d}"
+            most = int(ACCURACY * 2**bits)
+            raise errors.coarse_ratio(self.coupling.a, fraction, off, most)
 
     def _sign(
         self,
@@ -305,7 +326,29 @@ class _Multiple(torch.autograd.Function):
         return tangent * ctx.factor
 
 
-TRUSTED.update((OnGrid, OverwriteOnGrid, ScaledOnGrid))
+@dataclass(frozen=True)
+class RoundedOnGrid(Coupling):
+    """Any coupling whose target is kept, for a stream that other updates rebuild."""
+
+    coupling: Coupling
+    grid: Grid
+
+    def forward(
+        self,
+        x: Tensor,
+        *out: Tensor,
+    ) -> Tensor:
+        return self.grid.round(self.coupling.forward(x, *out), x.dtype)
+
+    def inverse(
+        self,
+        y: Tensor,
+        *out: Tensor,
+    ) -> Tensor:
+        raise AssertionError("the target is kept, not rebuilt")
+
+
+TRUSTED.update((OnGrid, OverwriteOnGrid, ScaledOnGrid, RoundedOnGrid))
 
 
 class Precision:
@@ -382,7 +425,7 @@ class Precision:
         steps = []
         for step in program:
             if step.target in rebuilt:
-                coupling = self._coupling(step.coupling, stores[step.target])
+                coupling = self._coupling(step, stores[step.target])
                 stores_digits = isinstance(coupling, ScaledOnGrid)
                 step = step._replace(coupling=coupling, stores_digits=stores_digits)
             steps.append(step)
@@ -393,25 +436,34 @@ class Precision:
         program: Sequence[AnyStep],
         target: str,
     ) -> list[Position]:
-        """Of the store of a stream, at each update that loses digits."""
-        factors = [
-            step.coupling.a for step in program if step.target == target and _loses(step.coupling)
-        ]
-        return positions([ratio for ratio in map(ratio_of, factors) if ratio is not None])
+        """Of the store of a stream, at each update that loses digits.
+
+        A map of the stream may change its shape, so that a new word follows.
+        """
+        steps = [step for step in program if step.target == target]
+        is_mapped = [step.inverse is not None for step in steps]
+        return positions(
+            None if mapped else ratio_of(step.coupling.a)
+            for step, mapped in zip(steps, is_mapped)
+            if mapped or _loses(step)
+        )
 
     def _coupling(
         self,
-        coupling: Any,
+        step: AnyStep,
         store: Iterator[Position],
     ) -> Any:
         assert self.grid is not None
+        coupling = step.coupling
+        if step.target_from == "kept" and isinstance(coupling, Scaled):
+            return RoundedOnGrid(coupling, self.grid)
         if type(coupling) is Additive:
             return OnGrid(self.grid)
         if type(coupling) is Mapped:
             return coupling  # tried, and refused if it is not exact
         if type(coupling) is Overwrite:
             return OverwriteOnGrid(self.grid)
-        return ScaledOnGrid(coupling, self.grid, next(store) if _loses(coupling) else None)
+        return ScaledOnGrid(coupling, self.grid, next(store) if _loses(step) else None)
 
     def stream(self, leaf: Tensor) -> Tensor:
         """An input leaf as a stream: no narrower than `width`, and on the grid."""
@@ -424,9 +476,10 @@ class Precision:
         return self.grid.round(leaf, dtype) + 0.0
 
 
-def _loses(coupling: Any) -> bool:
-    """Whether a coupling multiplies by something else than 0, 1 and -1."""
-    return isinstance(coupling, Scaled) and coupling.a not in (0, 1, -1)
+def _loses(step: AnyStep) -> bool:
+    """Whether an update multiplies its target by something else than 1 and -1, and loses it."""
+    is_scaled = isinstance(step.coupling, Scaled) and step.target_from != "kept"
+    return is_scaled and step.coupling.a not in (1, -1)
 
 
 def _check_arguments(

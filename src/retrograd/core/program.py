@@ -108,7 +108,14 @@ def rebuilt_streams(program: Program) -> set[str]:
 
     Their sums have to be wide, or on a grid. Other streams are what plain autograd makes them.
     """
-    return {step.target for step in program if step.target_from != "kept"}
+    found = {step.target for step in program if step.target_from != "kept"}
+    # Streams that a coupling mixes are of one width.
+    mixed = [{step.target, *step.reads} for step in program if step.gets_reads]
+    for _ in mixed:
+        for names in mixed:
+            if found & names:
+                found |= names
+    return found
 
 
 class HeldProgram(list[Step]):
@@ -224,14 +231,16 @@ def couple(update: Application) -> None:
     output = update.output
     if step.gets_reads:
         output = with_reads(step, output, update.state)
-    if step.stores_digits:
-        couple_digits(update, step.coupling.forward, output)
-        return
-    if update.fits:  # nearly always
+    if update.fits and not step.stores_digits:  # nearly always
         update.result = combine(step.coupling.forward, update.target, output)
         return
     try:
-        update.result = combine(step.coupling.forward, update.target, output)
+        if step.stores_digits:
+            couple_digits(update, step.coupling.forward, output)
+        else:
+            update.result = combine(step.coupling.forward, update.target, output)
+    except errors.RetrogradError:
+        raise
     except RuntimeError as error:
         raise misfit_of(update, update.target) or error from error
     if step.target_from == "output" and not getattr(step.coupling, "changes_shape", False):

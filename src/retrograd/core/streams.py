@@ -159,12 +159,19 @@ class Split:
     invertible = True  # no annotation: a fact about the class, not a field
 
     def __post_init__(self) -> None:
-        sizes = (self.parts,) if isinstance(self.parts, int) else self.parts
+        sizes = self.parts if isinstance(self.parts, tuple) else (self.parts,)
+        if type(self.dim) is not int:
+            raise TypeError(f"Split(dim={self.dim!r}): dim is a whole number.")
         if not sizes or not all(type(size) is int and size > 0 for size in sizes):
             raise ValueError(
                 f"Split(parts={self.parts!r}): pass a number of equal parts, or a tuple with the "
                 "size of each."
             )
+
+    @property
+    def count(self) -> int:
+        """How many streams there are."""
+        return self.parts if isinstance(self.parts, int) else len(self.parts)
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         if not -x.ndim <= self.dim < x.ndim:

@@ -57,7 +57,6 @@ from retrograd.core.program import (
 )
 from retrograd.core.saved import (
     KeywordArguments,
-    Saved,
     SavedAgain,
     SavedOutput,
     SavedState,
@@ -162,14 +161,14 @@ class Tape(Pass):
         hooks = ForwardHooks(self.walk, index)
         choice = self.plan.choices.get(index, NOTHING)
         is_usual = choice is NOTHING and step.target_from != "kept"
-        target = None if is_usual else self._save_before(update, choice, hooks)
+        before = None if is_usual else self._save_before(update, choice)
         needs_grad = list(map(requires_grad_of, update.inputs))
         self._run(update, hooks, choice)
         for after_update in self.guards.after_update:
             after_update(update)
         record = self._record(update, needs_grad)
         if not is_usual or not update.is_repeatable:
-            self._keep(update, choice, hooks, record, target)
+            self._keep(update, choice, hooks, record, before)
         self.walk.remember(record, hooks)
         if index in self.sample:
             self.sample_bytes.append(activation_bytes(update.saved))
@@ -224,7 +223,7 @@ class Tape(Pass):
         record.dtypes = self.dtypes
         record.saved_by_function = update.saved_by_function
         record.output = None
-        record.target = None
+        record.before = None
         try:
             record.shapes = list(map(shape_and_dtype, update.saved))
         except RuntimeError:
@@ -246,13 +245,13 @@ class Tape(Pass):
         choice: Choice,
         hooks: ForwardHooks,
         record: Record,
-        target: tuple[Saved, ...] | None,
+        before: SavedState | None,
     ) -> None:
         """Keep what the plan chose, a target that cannot be rebuilt, and everything of a function
         that cannot run again.
         """
-        if target is not None:
-            self._keep_target(update, target, hooks, record)
+        if before is not None and self._may_be_needed(update):
+            record.before = before
         if choice is NOTHING and update.is_repeatable:
             return
         output = save_output(update.output, self._memory_of_state(update.index))
@@ -264,28 +263,20 @@ class Tape(Pass):
         elif choice.output:
             record.output = output  # the graph will not hold the hooks
 
-    def _save_before(
-        self, update: Application, choice: Choice, hooks: ForwardHooks
-    ) -> tuple[Saved, ...] | None:
-        """Save what has to be saved before the function runs. Returns the target, if it must."""
+    def _save_before(self, update: Application, choice: Choice) -> SavedState | None:
+        """Save the streams that have to be saved before the function runs."""
         if choice.streams:
-            hooks.streams = save_state(self.state)
-        elif update.step.target_from == "kept" and not choice.rerun:
-            return save_leaves(update.target, surrounding_hooks())
+            return save_state(self.state)
+        if update.step.target_from == "kept" and not choice.rerun:
+            return {update.step.target: save_leaves(update.target, surrounding_hooks())}
         return None
 
-    def _keep_target(
-        self,
-        update: Application,
-        target: tuple[Saved, ...],
-        hooks: ForwardHooks,
-        record: Record,
-    ) -> None:
-        """Keep the earlier value of a target that cannot be rebuilt, if backward will need it."""
-        if update.saved and update.is_repeatable:
-            hooks.target = target
-        elif any(leaf.requires_grad for leaves in self.state.values() for leaf in leaves):
-            record.target = target  # the graph will not hold the hooks
+    def _may_be_needed(self, update: Application) -> bool:
+        """Whether backward may come to this update, or run a later one again from here."""
+        if self.plan.choices.get(update.index + 1, NOTHING).rerun:
+            return True
+        leaves = [*update.result, *(leaf for leaves in self.state.values() for leaf in leaves)]
+        return any(map(requires_grad_of, leaves))
 
     def _memory_of_state(self, index: int) -> set[int]:
         """Memory that the functions edit: an output may be a view of it."""
@@ -409,8 +400,6 @@ class ForwardHooks:
         "ran_backward",
         "recording",
         "saved",
-        "streams",
-        "target",
         "walk",
     )
 
@@ -429,8 +418,6 @@ class ForwardHooks:
         # What the plan keeps. It is here and not in the walk, so that it goes as backward goes.
         self.output: SavedOutput | None = None
         self.operations: dict[Operation, KeptOperation] = {}
-        self.streams: SavedState | None = None
-        self.target: tuple[Saved, ...] | None = None  # the target before it, if that is kept
 
     @never_compiled
     def unpack(self, slot: int) -> Tensor:

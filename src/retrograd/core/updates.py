@@ -19,6 +19,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,7 +165,7 @@ class Scaled(Coupling):
     a: float
 
     def __post_init__(self) -> None:
-        if self.a == 0 or not math.isfinite(self.a):
+        if not is_number(self.a) or self.a == 0:
             raise ValueError(
                 f"Scaled({self.a!r}): a must be a number other than zero, because undoing an "
                 "update divides by it. Try Scaled(0.9)."
@@ -216,7 +217,7 @@ class Momentum(Scaled):
     gamma: float
 
     def __init__(self, gamma: float) -> None:
-        if not 0 < gamma < 1:
+        if not is_number(gamma) or not 0 < gamma < 1:
             raise ValueError(
                 f"Momentum(gamma={gamma!r}): gamma must lie strictly between 0 and 1, because "
                 "undoing an update divides by it and 1 would leave the functions out. Try "
@@ -379,6 +380,11 @@ TRUSTED: set[type] = {
 
 def is_trusted(coupling: object) -> bool:
     return type(coupling) in TRUSTED
+
+
+def is_number(value: object) -> bool:
+    """Whether this is a finite number."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @functools.cache

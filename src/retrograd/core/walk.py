@@ -29,8 +29,8 @@ Its rules:
  3. The anchor is a state that the walk can begin from. At first it is the state at the cut. The
     state before update p serves every update before p. As long as hooks from p on are alive,
     backward may come back to them (`retain_graph`), so a state at p or later stays saved. When all
-    of these hooks are gone, backward has passed them for good, the anchor is dropped, and the walk
-    overwrites the only state there is.
+    of these hooks are gone, backward has passed them for good. Then the anchor is dropped, and
+    what was kept of the streams from p on, and the walk overwrites the only state there is.
  4. Freeing. A recomputed tensor is freed when autograd has taken it. If it is asked for again (a
     second read of `ctx.saved_tensors`), the update runs again and keeps its tensors until the walk
     leaves it. What nobody asked for is dropped when the walk leaves the update.
@@ -83,7 +83,6 @@ from retrograd.core.program import (
 from retrograd.core.saved import (
     PLAIN_TYPES,
     KeywordArguments,
-    Saved,
     SavedAgain,
     SavedOutput,
     SavedState,
@@ -138,6 +137,7 @@ class Record:
     """What the walk remembers of one update."""
 
     __slots__ = (
+        "before",
         "dtypes",
         "may_stop_early",
         "needs_grad",
@@ -145,7 +145,6 @@ class Record:
         "saved_by_function",
         "shapes",
         "strides",
-        "target",
     )
 
     needs_grad: list[bool]  # of the target's leaves, then of the leaves of each read
@@ -154,7 +153,8 @@ class Record:
     saved_by_function: int  # how many of them the function saved; the coupling saved the rest
     strides: list[tuple[int, ...]] | None  # of the target before it, if the update changed them
     output: SavedOutput | None  # kept where the function does not run again
-    target: tuple[Saved, ...] | None  # the target before it, if that is kept and no hooks live
+    # What is kept of the streams before it: its target if that cannot be rebuilt, or all of them.
+    before: SavedState | None
     may_stop_early: bool  # see `watch.Usage`
 
 
@@ -243,6 +243,7 @@ class Walk:
         self.anchor: StartingPoint | None = None
         self.reruns: dict[int, tuple[Tensor, ...]] = {}  # targets before updates that ran once more
         self.newest = -1  # no hooks after this update are alive
+        self.kept_until = 0  # no streams are kept of the updates from here on
         self.backward = -1  # the run of backward that walked last
 
     # --- called by the tape, in forward
@@ -258,6 +259,7 @@ class Walk:
     def begin_at(self, state: State) -> None:
         """The state after the last record: the walk starts from here."""
         self.newest = len(self.records) - 1
+        self.kept_until = len(self.records)
         if self.records:
             streams = save_state(state, surrounding_hooks())
             self.anchor = StartingPoint(len(self.records), streams)
@@ -394,6 +396,9 @@ class Walk:
             self.newest -= 1
         if self.newest < position:
             self.anchor = None
+            while self.kept_until > position:
+                self.kept_until -= 1
+                self.records[self.kept_until].before = None
         elif self.anchor is None:
             self.anchor = StartingPoint(position, save_state(self.state))
 
@@ -510,10 +515,10 @@ class Walk:
         index: int,
         streams: SavedState,
     ) -> None:
-        """Continue with the streams before update `index`, which forward kept."""
+        """Continue with the streams before update `index` that forward kept."""
         where = f"backward through {place(self.program, index)}"
         self.position = None
-        self.state = load_state(streams, where, "a stream that was kept")
+        self.state = {**self.state, **load_state(streams, where, "a stream that was kept")}
         self.position = index
 
 
@@ -539,7 +544,7 @@ class Recompute:
             forward_hooks is not None
             and (
                 forward_hooks.output is not None
-                or forward_hooks.streams is not None
+                or record.before is not None
                 or self.step.target_from != "output"
             )
             and record.may_stop_early
@@ -589,9 +594,8 @@ class Recompute:
     def _restore_target(self) -> None:
         """Make the state that before the update, whose function does not have to run for that."""
         walk = self.walk
-        hooks = self.forward_hooks
-        if hooks is not None and hooks.streams is not None:
-            walk.resume_from(self.index, hooks.streams)
+        if self.record.before is not None:
+            walk.resume_from(self.index, self.record.before)
         elif self.step.inverse is not None:
             walk.restore_target(self.index, self._inverted())
         else:
@@ -656,9 +660,8 @@ class Recompute:
 
     def undo(self, output: Output | None) -> None:
         """Make the state that before the update."""
-        hooks = self.forward_hooks
-        if hooks is not None and hooks.streams is not None:
-            self.walk.resume_from(self.index, hooks.streams)
+        if self.record.before is not None:
+            self.walk.resume_from(self.index, self.record.before)
         else:
             assert output is not None
             self.walk.rebuild(self.index, output)
@@ -732,14 +735,11 @@ class Rerun:
             raise errors.already_passed(place(walk.program, self.index))
         if index in walk.reruns:
             return walk.reruns[index]
-        hooks = walk.hooks[index]()
-        saved = walk.records[index].target if hooks is None else hooks.target
-        if saved is None and hooks is not None and hooks.streams is not None:
-            saved = hooks.streams[walk.program[index].target]
-        if saved is None:
+        before = walk.records[index].before
+        if before is None:
             return None
         where = f"backward through {place(walk.program, index)}"
-        return load_leaves(saved, where, "a stream that was kept")
+        return load_leaves(before[walk.program[index].target], where, "a stream that was kept")
 
     def _run(
         self,

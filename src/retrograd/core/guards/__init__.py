@@ -129,7 +129,7 @@ def guards_of_inspection(
     watching = Watching(structure, modules, random_state, buffers, written, versions, is_verified)
     added.append(watching)
     if has_trials(program):
-        added.append(CouplingTrial(program, precision.grid is not None))
+        added.append(CouplingTrial(program, precision.grid))
     if is_verified:
         drift = find(guards, Drift)
         epsilon = drift.epsilon if drift is not None else 0.0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from retrograd.core import errors
+from retrograd.core.exact import Grid
 from retrograd.core.guard import Guard
 from retrograd.core.guards.drift import has_values
 from retrograd.core.program import Application, Program, inverted_leaves, with_reads
@@ -24,17 +25,17 @@ class CouplingTrial(Guard):
     def __init__(
         self,
         program: Program,
-        is_exact: bool,
+        grid: Grid | None,
     ) -> None:
         self.untried = untrusted(program)
-        self.is_exact = is_exact
+        self.grid = grid
 
     @torch.no_grad()
     def after_update(self, update: Application) -> None:
         step = update.step
         if step.inverse is not None:
             self._try_transform(update, step.inverse)
-        elif id(step.coupling) in self.untried:
+        elif id(step.coupling) in self.untried and step.target_from == "output":
             self.untried.remove(id(step.coupling))
             outputs = with_reads(step, update.output, update.state)
             for x, y, out in zip(update.target, update.result, outputs):
@@ -79,6 +80,16 @@ class CouplingTrial(Guard):
                 if off > limit:
                     what = f"misses the target by {off:.1e} of its size (limit {limit:.1e})"
                     raise errors.wrong_transform(update.where, what)
+        self._check_grid(update)
+
+    def _check_grid(self, update: Application) -> None:
+        """With exact reversal, the result of a transform must be on the grid."""
+        if self.grid is None:
+            return
+        for leaf in map(torch.Tensor.detach, update.result):
+            if has_values(leaf) and not torch.equal(self.grid.rounded(leaf, leaf.dtype), leaf):
+                bits = self.grid.bits_of(leaf.dtype.to_real())
+                raise errors.off_grid(update.where, bits)
 
     def _distance(
         self,
@@ -88,7 +99,7 @@ class CouplingTrial(Guard):
     ) -> tuple[float, float]:
         """How far off a rebuilt target is, relative to `scale`, and how far it may be."""
         off = (rebuilt - x).abs().max().item() / (scale or 1.0)
-        return off, 0.0 if self.is_exact else torch.finfo(x.dtype).eps ** 0.5
+        return off, 0.0 if self.grid is not None else torch.finfo(x.dtype).eps ** 0.5
 
 
 def largest(tensors: list[Tensor]) -> float:

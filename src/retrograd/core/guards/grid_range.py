@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from retrograd.core import errors
-from retrograd.core.exact import Grid
+from retrograd.core.exact import Grid, ScaledOnGrid
 from retrograd.core.guard import Guard
 from retrograd.core.private import are_transforms_active
 from retrograd.core.program import (
@@ -60,18 +60,26 @@ class GridRange(Guard):
             self._record(name, None, state[name])
 
     def after_update(self, update: Application) -> None:
-        if update.step.target in self.rebuilt:
-            self._record(update.step.target, update.index, update.result)
+        step = update.step
+        if step.target not in self.rebuilt:
+            return
+        self._record(step.target, update.index, update.result)
+        if isinstance(step.coupling, ScaledOnGrid) and abs(step.coupling.coupling.a) > 1:
+            self._record(step.target, update.index, update.target, step.coupling.coupling.a)
 
     def _record(
         self,
         stream: str,
         index: int | None,
         leaves: tuple[Tensor, ...],
+        factor: float = 1.0,
     ) -> None:
+        """The range of a stream, or of its product with a factor, before anything is added."""
         for leaf in leaves:
             if (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel():
                 low, high = range_of(leaf)
+                if factor != 1:
+                    low, high = low * factor, high * factor
                 self.ranges.append(Range(stream, index, leaf.dtype.to_real(), low, high))
 
     def after_forward(self, state: State) -> None:
