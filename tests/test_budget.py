@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 import retrograd as rg
+from benchmarks import ordinary
 from benchmarks.cases import SIZES, Attention, FeedForward, Plain, checkpoint, pairs
 from benchmarks.steps import example, flops, step
 from retrograd import profiling
@@ -47,6 +48,13 @@ def input_gradient(network, x):
 
 
 # --- what must be shown: 24 transformer blocks of width 128, 4 x 256 tokens
+
+
+def test_an_ordinary_network_is_on_the_line_of_selective_checkpointing():
+    _, rows = ordinary.measure(blocks=3, width=384, batch=2, tokens=256)
+    for row in rows:
+        assert row.ours.bytes <= row.checkpointed.bytes, row.policy
+        assert row.ours.flops <= 1.015 * ordinary.on_line(rows, row.ours.bytes), row.policy
 
 
 def test_the_line_between_time_and_memory(monkeypatch):

@@ -638,6 +638,61 @@ def test_a_step_that_is_never_verified_waits_as_rarely_from_the_start(make):
     assert backward.total() == 1
 
 
+# --- residual networks
+
+RULES = {
+    "euler": (rg.Euler(), False),
+    "euler-exact": (rg.Euler(), True),
+    "midpoint": (rg.Midpoint(0.5), False),
+    "midpoint-exact": (rg.Midpoint(0.5), True),
+    "leapfrog-exact": (rg.Leapfrog(0.5), True),
+    "blend-exact": (rg.Blend(1 / 4), True),
+    "bdia-exact": (rg.Bdia(0.5), True),
+    "mixed-exact": (rg.TwoStep([0, 0.5, 0, 1, 0.9, -0.5, 0, 0.25], 1, 0.5), True),
+}
+
+
+def residual(name, memory=rg.Reverse(keep_last=False), **options):
+    rule, exact = RULES[name]
+    with torch.device(DEVICE):
+        layers = [mlp(dropout=0.2) for _ in range(8)]
+    return rg.Residual(layers, rule=rule, exact=exact, memory=memory, **options)
+
+
+@pytest.mark.parametrize("memory", [rg.Reverse(), rg.Anchor(2), rg.Budget("70%")], ids=str)
+@pytest.mark.parametrize("name", RULES)
+def test_residual_networks(name, memory):
+    net = residual(name)
+    x = torch.randn(256, 16, device=DEVICE, requires_grad=True)
+    found = []
+    for net.memory in (memory, rg.Keep()):
+        for _ in range(2):  # a budget makes its plan in the first step
+            torch.manual_seed(1)
+            y = net(x)
+            grads = torch.autograd.grad(y.square().sum(), [x, *net.parameters()])
+        found.append([y.detach(), *grads, state()])
+    if RULES[name][1]:
+        assert all(map(torch.equal, *found))
+    else:
+        *tensors, states = zip(*found)
+        assert torch.equal(*states)
+        assert zoo.worst(*map(list, zip(*tensors))) < 1e-4
+
+
+@pytest.mark.parametrize("memory", [rg.Reverse(keep_last=False), rg.Budget("70%")], ids=str)
+@pytest.mark.parametrize("name", RULES)
+def test_residual_networks_wait_as_rarely(name, memory):
+    net = residual(name, memory)
+    x = torch.randn(256, 16, device=DEVICE, requires_grad=True)
+    for _ in range(3):
+        with device.waiting() as forward:
+            loss = net(x).square().mean()
+        with device.waiting() as backward:
+            loss.backward()
+    assert collections.Counter(forward) == {}
+    assert collections.Counter(backward).total() == 1
+
+
 @pytest.mark.parametrize("value", zoo.VALUES)
 def test_streams_of_several_tensors_and_of_other_strides(value):
     stack, x = build(zoo.Case("additive", "split", value, "reverse"))

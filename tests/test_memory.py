@@ -117,6 +117,14 @@ def test_dropping_the_output_frees_everything_without_the_collector(case):
         walk.Walk.begin_at = original
 
 
+def test_the_streams_before_a_block_are_freed_while_it_runs():
+    stack = rg.ReversibleSequence([(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(4)])
+    x = torch.randn(32, 64)
+    with torch.no_grad(), LiveBytes() as live:
+        stack(x)
+    assert live.peak == 4 * x.nbytes  # both streams, what a function returns, and a new stream
+
+
 def test_an_exception_in_forward_leaves_nothing_behind():
     class Fails(nn.Linear):
         def forward(self, x):

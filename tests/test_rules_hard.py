@@ -174,6 +174,22 @@ def test_digits_and_a_map_that_changes_the_shape():
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("previous", [(0, 0, 0, 0, 1), (0, 0, 0.5, 1, 0), (0, 0.5, 0, 1, 0.9)])
+def test_zeros_have_no_sign(previous):
+    """A rebuilt zero is 0.0. Where forward saw -0.0, its bits would differ."""
+
+    def small():
+        return nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    rule = rg.TwoStep(previous, 1, 0.5)
+    net = rg.Residual([small() for _ in previous], rule=rule, exact=True)
+    x = torch.randn(256, 16, requires_grad=True)
+    found = []
+    for net.memory in (rg.Reverse(keep_last=False), rg.Keep()):
+        found.append(zoo.gradients(net, net(x), x))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("a", [0.937, 0.99, 4095 / 4096])
 def test_ratios_too_coarse_for_the_grid(a):
     """A product is off by as many steps of the grid as its numerator says."""

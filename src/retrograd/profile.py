@@ -330,7 +330,7 @@ class OperationRecorder(LiveBytes):
                 gradient_bytes=self._gradient_bytes(inputs, outputs),
                 saves_before=saves_before,
                 # A random operation must run again, or all later ones would draw other numbers.
-                counted=flops is not None and not drew and not _is_random(func),
+                counted=flops is not None and not drew and not _is_random(func, args, kwargs),
                 storages=frozenset(map(storage_of, outputs)),
                 parameters=self.parameter_storages.intersection(map(storage_of, inputs)),
                 arguments=self._arguments(func, args, kwargs) if allocated else None,
@@ -372,8 +372,16 @@ class OperationRecorder(LiveBytes):
         ]
 
 
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation may draw random numbers. Attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    position = names.index("dropout_p")
+    given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+    return given != 0
 
 
 def _is_mutable(func: Any) -> bool:

@@ -192,7 +192,8 @@ class OverwriteOnGrid(Overwrite):
         x: Tensor,
         out: Tensor,
     ) -> Tensor:
-        return self.grid.round(out, x.dtype)
+        # Plus zero: -0.0 would be rebuilt as 0.0, and a function may tell them apart.
+        return self.grid.round(out, x.dtype) + 0.0
 
 
 @dataclass(frozen=True)
@@ -338,7 +339,8 @@ class RoundedOnGrid(Coupling):
         x: Tensor,
         *out: Tensor,
     ) -> Tensor:
-        return self.grid.round(self.coupling.forward(x, *out), x.dtype)
+        # Plus zero: -0.0 would be rebuilt as 0.0, and a function may tell them apart.
+        return self.grid.round(self.coupling.forward(x, *out), x.dtype) + 0.0
 
     def inverse(
         self,

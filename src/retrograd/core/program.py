@@ -442,8 +442,9 @@ class Pass:
         reversible network must stay as wide as they are. So the functions of the block read the
         cast streams, and the updates continue with the wide ones.
         """
-        if is_same_state(state, self.state):
-            return  # nearly always
+        if is_same_state(state, self.state):  # nearly always
+            self.state = state  # the block refers to it: nothing else may hold what it replaces
+            return
         casts = {}
         for name, leaves in state.items():
             if leaves is not self.state[name] and any(map(is_cast, leaves, self.state[name])):
