@@ -50,7 +50,7 @@ dist: $(VENV)/ready  ## the sdist and the wheel, in dist, checked as the package
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
 
-fuzz: $(VENV)/ready  ## 15,000 random programs, all samples of PyTorch's operation registry, 5,000 interrupts (half an hour)
+fuzz: $(VENV)/ready  ## 20,000 random programs, all samples of PyTorch's operation registry, 5,000 interrupts (half an hour)
 	OMP_NUM_THREADS=1 RETROGRAD_FUZZ=5000 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py tests/test_operations.py tests/test_interrupts.py tests/test_exact.py
 
 bench: $(PEERS)  ## time and memory of a step: plain, checkpoint, peers, the five systems and retrograd (half an hour)

@@ -1,7 +1,7 @@
 """Random programs against plain autograd: 2 to 6 streams, nested values, shared functions, dropout,
 frozen parameters, state in odd places.
 
-`make fuzz` runs 15,000 of them; `make test` a few, always the same.
+`make fuzz` runs 20,000 of them; `make test` a few, always the same.
 """
 
 import os
@@ -269,7 +269,7 @@ MEMORY = [rg.Reverse(), rg.Reverse(keep_last=False), rg.Anchor(every=1), rg.Budg
 
 
 @settings(
-    max_examples=EXAMPLES or 60,
+    max_examples=2 * EXAMPLES or 60,
     deadline=None,
     derandomize=not EXAMPLES,
     database=None,
