@@ -201,6 +201,85 @@ def test_a_flow_takes_constant_memory():
     assert peak(16) - peak(4) < x["a"].nbytes
 
 
+class OfAll(nn.Module):
+    """A function of the sum of all that it reads."""
+
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *reads):
+        return self.fn(sum(reads))
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_groups_as_in_group_add_rev(groups):
+    """PyG: the first group gets f of the sum of the others, each other one f of the one before."""
+    names = [f"x{i}" for i in range(groups)]
+    functions = nn.ModuleList(mlp() for _ in range(3 * groups)).double()
+    updates = []
+    for i, fn in enumerate(functions):
+        number = i % groups
+        reads = names[1:] if number == 0 else [names[number - 1]]
+        updates.append(rg.Update(names[number], OfAll(fn), reads))
+    net = rg.Reversible(updates, memory=ALL)
+    x = torch.randn(5, 4 * groups, dtype=torch.float64, requires_grad=True)
+    outputs = []
+    parts = rg.Split(parts=groups).split(x)
+    outputs.append(torch.cat(list(net(dict(zip(names, parts))).values()), -1))
+    parts = list(x.chunk(groups, -1))
+    for i, fn in enumerate(functions):
+        number = i % groups
+        read = sum(parts[1:]) if number == 0 else parts[number - 1]
+        parts[number] = parts[number] + fn(read)
+    outputs.append(torch.cat(parts, -1))
+    grads = [torch.autograd.grad(y.square().sum(), [x, *functions.parameters()]) for y in outputs]
+    assert zoo.worst(*map(list, grads)) < 1e-9
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_a_flow_with_affine_couplings_permutations_and_log_determinants(memory):
+    """As in Glow: the log-determinant of an affine coupling is the sum of its log-scales."""
+    order = torch.tensor([2, 0, 3, 1])
+    back = torch.argsort(order)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+
+        def forward(self, x):
+            log_scale, shift = self.mlp(x).chunk(2, -1)
+            return rg.WithAux((log_scale, shift), torch.tanh(log_scale).sum(-1))
+
+    updates = []
+    for _ in range(4):
+        updates += [
+            rg.Update("a", Net(), ("b",), coupling=rg.Affine(limit=1.0)),
+            rg.Transform("a", lambda x: x[:, order], inverse=lambda y: y[:, back]),
+            rg.Update("b", Net(), ("a",), coupling=rg.Affine(limit=1.0)),
+        ]
+    net = rg.Reversible(updates, memory=MEMORY[memory])
+    x = {name: torch.randn(6, 4, dtype=torch.float64, requires_grad=True) for name in "ab"}
+    grads = []
+    for net.memory in (MEMORY[memory], rg.Keep()):
+        output, log_determinants = net(x)
+        loss = sum(v.square().sum() for v in output.values()) / 2 - sum(log_determinants).sum()
+        grads.append(torch.autograd.grad(loss, [*x.values(), *net.parameters()]))
+    assert len(log_determinants) == 8
+    assert zoo.worst(*map(list, grads)) < 1e-9
+    with torch.no_grad():
+        z = torch.randn(8).double()
+        volume = torch.func.jacrev(lambda z: flat_flow(net, z))(z)
+        _, log_determinants = net({"a": z[None, :4], "b": z[None, 4:]})
+    assert torch.allclose(torch.linalg.slogdet(volume)[1], sum(log_determinants)[0])
+
+
+def flat_flow(net, z):
+    output, _ = net({"a": z[None, :4], "b": z[None, 4:]})
+    return torch.cat([output["a"][0], output["b"][0]])
+
+
 def test_permutations_are_exact():
     order = torch.randperm(4)
     back = torch.argsort(order)
