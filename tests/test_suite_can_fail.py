@@ -66,13 +66,13 @@ def test_buffers_that_are_not_replayed(monkeypatch):
 
 def test_activations_that_are_not_dropped(monkeypatch):
     leak = []
-    original = tape.Recording.pack
+    original = tape.ForwardHooks.pack
 
     def pack(self, tensor):
         leak.append(tensor.detach())
         return original(self, tensor)
 
-    monkeypatch.setattr(tape.Recording, "pack", pack)
+    monkeypatch.setattr(tape.ForwardHooks, "pack", pack)
     with pytest.raises(AssertionError):
         test_memory.test_flat_in_depth({})
 

@@ -1,6 +1,6 @@
 """Forward, recorded: the real autograd graph, with a number wherever autograd would save a tensor.
 
-While a function runs, autograd hands each tensor that it wants to save to `Recording.pack` and
+While a function runs, autograd hands each tensor that it wants to save to `ForwardHooks.pack` and
 stores the number that `pack` returns. When the function is done, the tensors are let go. In
 backward, autograd hands the number to `ForwardHooks.unpack`, and the walk makes the tensor again.
 For that it has one `Record` for each update, and whatever the guards of the call remember.
@@ -190,9 +190,9 @@ class Tape(Pass):
         choice: Choice,
     ) -> None:
         """Run the function and the coupling, while the hooks receive what autograd saves."""
-        update.saved = recording = hooks.recording
+        update.saved = hooks.recording
         try:
-            push_hooks(recording.pack, hooks.unpack)
+            push_hooks(hooks.pack, hooks.unpack)
             if choice.operations:
                 keep = KeepOperations(choice.operations, update.saved)
                 run_in_mode(keep, evaluate, update, self.keywords, self.guards)
@@ -206,9 +206,9 @@ class Tape(Pass):
             raise
         finally:
             # Let go of the tensors: they refer to the graph, and the graph refers to these hooks.
+            # No call may come before the last line. [Note: interrupts]
             hooks.is_recording = False
-            update.saved = list(recording)
-            recording.clear()
+            hooks.recording = []
             pop_hooks()
         if hooks.ran_backward:
             self.local_backward.updates.add(update.index)
@@ -372,18 +372,6 @@ class Tape(Pass):
         self.cache.trusts_casts = True
 
 
-class Recording(list[Tensor]):
-    """What autograd saves while a function runs."""
-
-    __slots__ = ()
-
-    @never_compiled
-    def pack(self, tensor: Tensor) -> int:
-        slot = len(self)
-        self.append(tensor)
-        return slot
-
-
 class ForwardHooks:
     """The hooks of one update in forward.
 
@@ -410,7 +398,7 @@ class ForwardHooks:
     ) -> None:
         self.walk = walk
         self.index = index
-        self.recording = Recording()
+        self.recording: list[Tensor] = []  # what autograd saves while the function runs
         self.is_recording = True
         self.ran_backward = False  # the function called autograd while it ran
         self.saved: list[SavedAgain | None] | None = None  # the same tensors again, in backward
@@ -418,6 +406,12 @@ class ForwardHooks:
         # What the plan keeps. It is here and not in the walk, so that it goes as backward goes.
         self.output: SavedOutput | None = None
         self.operations: dict[Operation, KeptOperation] = {}
+
+    @never_compiled
+    def pack(self, tensor: Tensor) -> int:
+        recording = self.recording
+        recording.append(tensor)
+        return len(recording) - 1
 
     @never_compiled
     def unpack(self, slot: int) -> Tensor:

@@ -567,8 +567,9 @@ class Recompute:
             undo = False
             if self.forward_hooks is None:  # nobody wants what autograd saves
                 return None
+        pack = self._pack_until() if self.stops_early else hooks.pack
         try:
-            push_hooks(self._pack_until() if self.stops_early else hooks.pack, hooks.unpack)
+            push_hooks(pack, hooks.unpack)  # no call may come before it: [Note: interrupts]
             if record.output is not None:
                 output = self.load(record.output)
                 coupling_saves = False
