@@ -110,7 +110,7 @@ def rebuilt_streams(program: Program) -> set[str]:
     """
     found = {step.target for step in program if step.target_from != "kept"}
     # Streams that a coupling mixes are of one width.
-    mixed = [{step.target, *step.reads} for step in program if step.gets_reads]
+    mixed = {frozenset((step.target, *step.reads)) for step in program if step.gets_reads}
     for _ in mixed:
         for names in mixed:
             if found & names:
