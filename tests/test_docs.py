@@ -69,14 +69,14 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: page.stem)
 def test_every_block_says_what_it_is_and_every_command_is_one(page):
-    """Python is run, text is output. The programs and options of shell commands exist, and so do
-    the modules that the text names.
+    """Python is run, text is output, diffs are read. The programs and options of shell commands
+    exist, and so do the modules that the text names.
     """
     makefile = (ROOT / "Makefile").read_text()
     for language, block in re.findall(
         r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE
     ):
-        assert language in ("python", "text", "sh"), block
+        assert language in ("python", "text", "sh", "diff"), block
         for line in block.splitlines() if language == "sh" else ():
             words = shlex.split(line, comments=True)
             if words[:1] == ["make"]:

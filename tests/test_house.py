@@ -15,6 +15,7 @@ CORE = sorted((SOURCE / "core").rglob("*.py"))
 PUBLIC = [
     *("ReversibleSequence", "Duplicate", "Split", "AtRest"),
     *("Residual", "Euler", "Midpoint", "Leapfrog", "Blend", "Bdia", "TwoStep"),
+    *("convert", "revert"),
     *("Reversible", "Update", "Transform", "WithAux"),
     *("Coupling", "Additive", "Affine", "Scaled", "Momentum"),
     *("Reverse", "Keep", "Anchor"),
@@ -29,6 +30,7 @@ PUBLIC = [
         "InPlaceError",
         "RecomputeError",
         "CouplingError",
+        "ConversionError",
         "DriftError",
         "DriftWarning",
         "GridError",

@@ -18,6 +18,9 @@ from retrograd.rules import (
     TwoStep as TwoStep,
 )
 
+# an existing model, made reversible in place
+from retrograd.converting import convert as convert, revert as revert
+
 # the general case: a program of updates over named streams
 from retrograd.reversible import (
     Reversible as Reversible,
@@ -60,6 +63,7 @@ from retrograd.core.errors import (
     InPlaceError as InPlaceError,
     RecomputeError as RecomputeError,
     CouplingError as CouplingError,
+    ConversionError as ConversionError,
     DriftError as DriftError,
     DriftWarning as DriftWarning,
     GridError as GridError,

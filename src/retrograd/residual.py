@@ -115,6 +115,10 @@ class Residual(Stack):
 
     # --- what a stack defines
 
+    def _name(self, layer: int) -> str:
+        """What messages call the function of a layer."""
+        return f"functions.{layer}"
+
     def _couplings(self) -> Iterable[tuple[str, Coupling]]:
         steps = checked_steps(self.rule, len(getattr(self, "functions", ())), True)
         has_two = any(step.previous for step in steps)
@@ -220,7 +224,7 @@ class Residual(Stack):
         has_two = self._has_two_streams()
         program: list[Step] = []
         for i, (fn, step) in enumerate(zip(self._layers(steps), steps)):
-            name = f"functions.{i}"
+            name = self._name(i)
             reads = "ab"[i % 2] if has_two else "a"
             target = "ba"[i % 2] if has_two else "a"
             keywords = by_update(self.route, fn, 1, kwargs)

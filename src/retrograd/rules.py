@@ -205,14 +205,20 @@ def _check_numbers(rule: object, *names: str, may_be_sequences: bool = False) ->
 def checked_steps(rule: Rule, layers: int, training: bool) -> list[Coefficients]:
     """The steps of a rule, which may be the user's own."""
     steps = rule.steps(layers, training)
-    where = f"rule={rule!r}: steps({layers}, {training})"
-    if not all(isinstance(step, Coefficients) for step in steps):
-        raise TypeError(f"{where} must return a list of retrograd.rules.Coefficients.")
-    if len(steps) != layers:
-        raise ValueError(f"{where} returned {len(steps)} steps; return one for each layer.")
-    if steps and steps[0].previous:
-        raise ValueError(
-            f"{where} returned a first step with previous={steps[0].previous}, and there is no "
-            "state before the input. Return previous=0 there."
-        )
+    problem = _problem_of(steps, layers)
+    if problem is not None:
+        kind, what = problem
+        raise kind(f"rule={rule!r}: steps({layers}, {training}) {what}")
     return steps
+
+
+def _problem_of(steps: Sequence[Coefficients], layers: int) -> tuple[type[Exception], str] | None:
+    """What is wrong with the steps of a rule."""
+    if not all(isinstance(step, Coefficients) for step in steps):
+        return TypeError, "must return a list of retrograd.rules.Coefficients."
+    if len(steps) != layers:
+        return ValueError, f"returned {len(steps)} steps; return one for each layer."
+    if steps and steps[0].previous:
+        first = f"returned a first step with previous={steps[0].previous}"
+        return ValueError, f"{first}, and there is no state before the input. Return previous=0."
+    return None

@@ -51,6 +51,10 @@ class CouplingError(RetrogradError):
     """A coupling's `inverse` does not undo its `forward`."""
 
 
+class ConversionError(RetrogradError, ValueError):
+    """A model whose layers cannot be made reversible. It is left as it was."""
+
+
 def explain(
     kind: type[RetrogradError], where: str, what: str, why: str, fix: str
 ) -> RetrogradError:

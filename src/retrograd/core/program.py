@@ -331,6 +331,10 @@ class Pass:
         """Use these guards from now on."""
         self.guards = Guards(guards)
 
+    def use_keywords(self, keywords: dict[str, Any]) -> None:
+        """Give the next updates these keyword arguments, of the same names."""
+        self.keywords = keywords
+
     def start(self) -> None:
         """Call this before the first update."""
         for before_forward in self.guards.before_forward:

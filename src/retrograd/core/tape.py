@@ -26,6 +26,7 @@ from retrograd.core.guards import (
     guards_of_inspection,
     guards_of_recorded_pass,
 )
+from retrograd.core.guards.arguments import ArgumentObjects, are_opaque
 from retrograd.core.guards.local_backward import LocalBackward
 from retrograd.core.home_streams import home_streams
 from retrograd.core.memory import (
@@ -143,6 +144,15 @@ class Tape(Pass):
         for name, leaves in self.state.items():
             if any(leaf.is_inference() for leaf in leaves):
                 self.state[name] = tuple([leaf.clone() for leaf in leaves])
+
+    def use_keywords(self, keywords: dict[str, Any]) -> None:
+        super().use_keywords(keywords)
+        arguments = KeywordArguments(keywords)
+        self.context.hold(arguments)
+        self.walk.use_arguments(self.index, arguments)
+        if are_opaque(arguments.objects):
+            guard = ArgumentObjects(arguments.objects, self.context.weak_program)
+            self.walk.guards.add([guard])
 
     # --- updates
 

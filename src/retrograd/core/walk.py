@@ -43,6 +43,7 @@ Its rules:
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -185,11 +186,16 @@ class ForwardContext:
     ) -> None:
         self.program = HeldProgram(program)
         self.structure = structure
-        self.objects = arguments.hand_over_objects()
+        self.objects = [arguments.hand_over_objects()]
+
+    def hold(self, arguments: KeywordArguments) -> None:
+        """Hold the objects of more arguments: see `Tape.use_keywords`."""
+        self.objects.append(arguments.hand_over_objects())
 
     @property
     def may_refer_to_output(self) -> bool:
-        return not all(isinstance(value, PLAIN_TYPES) for value in self.objects)
+        values = itertools.chain.from_iterable(self.objects)
+        return not all(isinstance(value, PLAIN_TYPES) for value in values)
 
     @property
     def weak_program(self) -> Program:
@@ -233,7 +239,7 @@ class Walk:
         self.held_context: ForwardContext | None = None  # once backward has arrived
         self.program = context.weak_program
         self.specs = specs
-        self.arguments = arguments
+        self.arguments = [(0, arguments)]  # from which update on
         self.guards = guards
         self.records: list[Record] = []
         self.hooks: list[weakref.ref[ForwardHooks]] = []
@@ -255,6 +261,10 @@ class Walk:
     ) -> None:
         self.records.append(record)
         self.hooks.append(weakref.ref(hooks))
+
+    def use_arguments(self, index: int, arguments: KeywordArguments) -> None:
+        """Updates from `index` on get these arguments."""
+        self.arguments.append((index, arguments))
 
     def begin_at(self, state: State) -> None:
         """The state after the last record: the walk starts from here."""
@@ -354,13 +364,20 @@ class Walk:
 
     # --- walking
 
+    def keywords_of(self, index: int) -> dict[str, Any]:
+        """The keyword arguments of the call, as update `index` gets them when it runs again."""
+        if not self.program[index].keywords:
+            return {}
+        return next(a for first, a in reversed(self.arguments) if first <= index).get()
+
     def walk_to(self, index: int) -> None:
         """Undo updates until the walk is at `index`."""
         backward = current_backward()
         if backward != self.backward or backward < 0:
             check_hooks_are_enabled()
             self.backward = backward
-            self.arguments.release()
+            for _, arguments in self.arguments:
+                arguments.release()
             self.guards.begin_backward()
         if self.position is None or self.position < index:
             self.begin_again(index)
@@ -606,7 +623,7 @@ class Recompute:
         """The target before the update, by the inverse of its function."""
         walk = self.walk
         step = self.step
-        keywords = walk.arguments.get() if step.keywords else {}
+        keywords = walk.keywords_of(self.index)
         arguments = {inner: keywords[outer] for inner, outer in step.keywords.items()}
         value = read(walk.state[step.target], walk.specs[step.target], None)
         assert step.inverse is not None
@@ -621,7 +638,7 @@ class Recompute:
         walk = self.walk
         hooks = self.forward_hooks
         update = self.application()
-        keywords = walk.arguments.get() if self.step.keywords else {}
+        keywords = walk.keywords_of(self.index)
         try:
             if hooks is None or not hooks.operations:
                 if not self.stops_early or self.record.saved_by_function:
@@ -767,7 +784,7 @@ class Rerun:
             try:
                 kept = walk.records[index].output
                 if kept is None:
-                    evaluate(update, walk.arguments.get() if step.keywords else {}, walk.guards)
+                    evaluate(update, walk.keywords_of(index), walk.guards)
                 else:  # its function cannot run again
                     update.output = recompute.load(kept)
                 couple(update)
