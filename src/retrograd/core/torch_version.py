@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 OLDEST = (2, 9)
-NEWEST = (2, 13)  # that all tests were run on
+NEWEST = (2, 15)  # that all tests were run on
 SUPPORTED = f"torch {OLDEST[0]}.{OLDEST[1]} or newer"
 TESTED = f"torch up to {NEWEST[0]}.{NEWEST[1]}"
 
