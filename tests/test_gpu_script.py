@@ -292,7 +292,9 @@ def test_a_captured_step_is_compared_with_one_that_runs(replays, monkeypatch):
 
 
 def test_a_capture_that_fails_is_recorded(monkeypatch):
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda device: SimpleNamespace(is_available=lambda: False)
+    )
     rows = gpu_measure.capture(gpu_measure.sizes(quick=True)[0], CPU, "float32")
     assert all(row["failure"].startswith("AttributeError") for row in rows)
     assert len(gpu_table.problems({"graph": rows})) == 2
