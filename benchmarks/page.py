@@ -1,15 +1,16 @@
-"""Tables that benchmarks write into docs/rules.md, each between two markers of its own."""
+"""Tables that benchmarks write into pages, each between two markers of its own."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-PAGE = Path(__file__).parent.parent / "docs" / "rules.md"
+DOCS = Path(__file__).parent.parent / "docs"
 
 
-def write_table(name: str, table: str) -> None:
-    """Replace what stands between the markers of this name."""
-    PAGE.write_text(between_markers(PAGE.read_text(), name, table))
+def write_table(name: str, table: str, page: str = "rules.md") -> None:
+    """Replace what stands between the markers of this name in a page of the documentation."""
+    path = DOCS / page
+    path.write_text(between_markers(path.read_text(), name, table))
 
 
 def between_markers(page: str, name: str, table: str) -> str:

@@ -47,6 +47,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/Generator.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 // From ATen/autocast_mode.h, which takes long to compile.
 namespace at::autocast {
@@ -811,6 +812,13 @@ void run_lower(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 void run_float32(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   run_cast(at::kFloat, op, stack);
 }
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 10
+// Later versions have one: operators without a derivative just run.
+TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+#endif
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
