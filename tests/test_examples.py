@@ -1,18 +1,24 @@
 """The examples run as a user would run them, learn something, draw it, and save memory."""
 
 import os
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import retrograd as rg
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PRETRAINED = ROOT / "examples" / "pretrained_sentences.py"
+DRAWN = [example for example in EXAMPLES if example != PRETRAINED]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", DRAWN, ids=lambda path: path.stem)
 def test_it_runs_and_saves_memory(example, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     # A third of the steps of the example: enough to learn something.
@@ -45,8 +51,45 @@ def test_it_is_short_and_uses_public_names(example):
     )
 
 
-def test_there_are_two_kinds():
-    """An installed package on retrograd, and a network built with retrograd."""
-    reformer, vision = EXAMPLES
+@pytest.mark.integration
+def test_a_pretrained_network_converts():
+    """Embeddings keep their bits under `Euler` and `Bdia`, and `Euler` trains to the bit."""
+    from examples import pretrained_sentences as example
+
+    draw = random.Random(0)
+    train = [example.batch(example.NAMES[:12], 4, draw) for _ in range(2)]
+    tokens, _ = example.batch(example.NAMES[12:], 8, draw)
+    trained = []
+    for name in ("plain", "Euler()", "Bdia(0.25)"):
+        model = example.Classifier()
+        with torch.no_grad():
+            before = model.eval().embed(tokens)
+        if example.RULES[name]:
+            rg.convert(model, example.RULES[name])
+        with torch.no_grad():
+            assert torch.equal(before, model.embed(tokens))
+        torch.manual_seed(0)
+        model.head.reset_parameters()
+        example.fine_tune(model, train)
+        with torch.no_grad():
+            trained.append(model.eval().embed(tokens))
+    assert torch.equal(trained[0], trained[1])
+    assert not torch.equal(trained[0], trained[2])
+
+
+@pytest.mark.integration
+def test_the_pretrained_example_runs():
+    command = [sys.executable, str(PRETRAINED), "--steps", "2", "--rule", "Midpoint(1)"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"^held out: [\d.]+% of 256 pairs right", done.stdout, re.MULTILINE)
+    ours, plain = re.findall(r"([\d.]+) MiB", done.stdout)
+    assert float(ours) < 0.7 * float(plain)
+
+
+def test_there_are_three_kinds():
+    """A pretrained network, an installed package on retrograd, a network built with retrograd."""
+    pretrained, reformer, vision = EXAMPLES
+    assert "rg.convert(model" in pretrained.read_text()
     assert 'rg.compat.install("reformer_pytorch")' in reformer.read_text()
     assert "from retrograd.models.vision import" in vision.read_text()
