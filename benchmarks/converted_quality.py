@@ -1,6 +1,6 @@
 """What does a pretrained network lose when `rg.convert` makes it reversible?
 
-    python -m benchmarks.converted_quality [--pretrain 500] [--steps 200] [--seeds 3] [--write]
+    python -m benchmarks.converted_quality [--pretrain 500] [--steps 200] [--seeds 0 1 2] [--write]
 
 Two sizes of Hugging Face's GPT-2 are trained plainly on the source of Python's standard library
 (one file in ten is held out). A copy is then converted to each rule, evaluated, fine-tuned with the
@@ -231,18 +231,22 @@ def percent(value: float) -> str:
     return f"{100 * value:+.2f} %"
 
 
+def stored() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in DATA.read_text().splitlines()] if DATA.exists() else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pretrain", type=int, default=500)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="those to run now")
     parser.add_argument("--write", action="store_true", help="write the table to docs/convert.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    for seed in range(options.seeds):
+    rows = [row for row in stored() if row["seed"] not in options.seeds]
+    for seed in options.seeds:
         for size in SIZES:
             for row in run(seed, size, options):
                 rows.append(row)
