@@ -36,6 +36,7 @@ PUBLIC = [
         "GridError",
     ),
     "compat",
+    *("set_memory", "plan", "stacks_of"),
     "measure",
     *("Report", "check"),
 ]

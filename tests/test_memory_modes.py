@@ -150,9 +150,11 @@ def test_a_measured_call_keeps_nothing_and_is_measured_once_for_each_shape():
 
 def test_what_is_no_mode_raises_at_once():
     stack = stack_of(rg.Keep())
-    for wrong in (rg.Reverse, "reverse", None, 3):
+    for wrong in (rg.Reverse, None, 3):
         with pytest.raises(TypeError, match="memory is"):
             stack.memory = wrong
+    with pytest.raises(ValueError, match="a share of plain autograd"):
+        stack.memory = "reverse"
     assert stack.memory == rg.Keep()
 
 

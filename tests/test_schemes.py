@@ -43,5 +43,10 @@ def test_each_is_a_few_lines():
 
 
 def test_the_page_has_the_table():
-    text = (DOCS / "rules.md").read_text().split("<!-- schemes: begin -->")[1].split("<!-- schemes: end -->")[0]
+    text = (
+        (DOCS / "rules.md")
+        .read_text()
+        .split("<!-- schemes: begin -->")[1]
+        .split("<!-- schemes: end -->")[0]
+    )
     assert all(f"| {scheme.name} | `{scheme.equation}` |" in text for scheme in schemes.SCHEMES)

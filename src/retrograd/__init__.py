@@ -72,6 +72,9 @@ from retrograd.core.errors import (
 # the systems that it grew out of, with their own names (after everything that they use)
 from retrograd import compat as compat
 
+# all stacks of a model
+from retrograd.whole_model import set_memory as set_memory, plan as plan, stacks_of as stacks_of
+
 # counting bytes, FLOPs and calls
 from retrograd import measure as measure
 

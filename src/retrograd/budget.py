@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from retrograd.core.errors import RetrogradError
 from retrograd.core.memory import Call, Plan
-from retrograd.planner import best_plan
+from retrograd.planner import best_plans
 from retrograd.profile import Profile
 
 MIB = 2**20
@@ -75,18 +75,18 @@ class Budget:
         """The plan for a call. Without a profile (the call cannot be measured) it keeps nothing."""
         if call.profile is None:
             return Plan(keep_from=len(call.targets))
-        return call.profile.plan(self, fresh=not call.accumulates)
+        return call.profile.plans(self, fresh=not call.accumulates)[0]
 
-    def plan_for(self, profile: Profile, fresh: bool) -> Plan:
-        """The plan for calls like the one that `profile` watched. `fresh`: parameters have no
+    def plans_for(self, profile: Profile, fresh: bool) -> list[Plan]:
+        """The plans for calls like those that `profile` watched. `fresh`: parameters have no
         gradients before the step.
         """
         plain = profile.plain(fresh)
         limit = self.bytes_of(plain)
-        plan, floor = best_plan(profile.updates, profile.targets, profile.needs(fresh), limit)
-        if plan is None:
+        plans, floor = best_plans(profile, profile.needs(fresh), limit)
+        if plans is None:
             raise BudgetError(_too_small(self, limit, floor, plain, fresh))
-        return plan
+        return plans
 
 
 def _parse(limit: str, plain: int) -> int | None:

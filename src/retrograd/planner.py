@@ -17,6 +17,9 @@ for all of these, every k-th is kept, and backward runs the updates between two 
 What is kept for an update stays alive until backward reaches it. So a byte kept for a late update
 takes room from fewer updates than a byte kept for an early one. The limit holds at every update,
 because the room differs: backward creates parameter gradients on its way.
+
+Calls of several stacks may share a limit. Then their updates are one list, since backward goes
+through all of them, and each call has its own last updates.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from retrograd.core.memory import NOTHING, Choice, Plan
-from retrograd.profile import Operation, UpdateProfile
+from retrograd.profile import Operation, Profile, UpdateProfile
 
 # Seconds that `core.operations` adds to each operation of a function, in forward and again in
 # recompute. Measured: 2e-5 on a CPU of 2023. Doubled, to prefer plans without it if two are close.
@@ -173,25 +176,25 @@ def base_needs(
 # --- the plan of all updates
 
 
-def best_plan(
-    updates: Sequence[UpdateProfile], targets: Sequence[str], needs: Sequence[int], limit: int
-) -> tuple[Plan | None, int]:
-    """The plan within `limit`; None if none fits. And the least limit with which one would."""
+def best_plans(profile: Profile, needs: Sequence[int], limit: int) -> tuple[list[Plan] | None, int]:
+    """The plan of each call within `limit`; None if none fits. And the least limit that would do.
+
+    `needs` are the bytes at each update of the backward pass if nothing is kept.
+    """
     floor: int | None = None
-    for distances in all_segments(updates, targets):
-        bases = base_needs(updates, needs, distances)
+    for distances in all_segments(profile.updates, profile.targets):
+        bases = base_needs(profile.updates, needs, distances)
         peak = max(bases, default=0)
         if peak <= limit:
-            return greedy_plan(updates, [limit - base for base in bases], distances), peak
+            room = [limit - base for base in bases]
+            return _Purchase(profile, room, distances).run(), peak
         floor = peak if floor is None else min(floor, peak)
     return None, floor or 0
 
 
-def least_peak(
-    updates: Sequence[UpdateProfile], targets: Sequence[str], needs: Sequence[int]
-) -> int:
+def least_peak(profile: Profile, needs: Sequence[int]) -> int:
     """The bytes of a step that keeps as little as possible."""
-    return best_plan(updates, targets, needs, limit=-1)[1]
+    return best_plans(profile, needs, limit=-1)[1]
 
 
 def all_segments(updates: Sequence[UpdateProfile], targets: Sequence[str]) -> Iterator[list[int]]:
@@ -201,16 +204,6 @@ def all_segments(updates: Sequence[UpdateProfile], targets: Sequence[str]) -> It
         if max(distances) < every - 1:  # longer than there are such updates in a row
             return
         yield distances
-
-
-def greedy_plan(
-    updates: Sequence[UpdateProfile], room: Sequence[int], distances: Sequence[int] = ()
-) -> Plan:
-    """Raise the levels of updates greedily, as long as there is room.
-
-    `room` has the free bytes at each update of the backward pass if nothing more is kept.
-    """
-    return _Purchase(updates, room, distances or [0] * len(updates)).run()
 
 
 class _Offer(NamedTuple):
@@ -234,31 +227,35 @@ class _Offer(NamedTuple):
 
 
 class _Purchase:
-    """The greedy choice: take the best offer that fits, until no offer is left."""
+    """The greedy choice: take the best offer that fits, until no offer is left.
 
-    def __init__(
-        self, updates: Sequence[UpdateProfile], room: Sequence[int], distances: Sequence[int]
-    ) -> None:
-        self.updates = updates
+    `room` has the free bytes at each update of the backward pass if nothing more is kept.
+    """
+
+    def __init__(self, profile: Profile, room: Sequence[int], distances: Sequence[int]) -> None:
+        self.updates = profile.updates
         self.room = list(room)
-        pairs = zip(updates, distances)
+        pairs = zip(self.updates, distances)
         self.options = [levels(update, may_rerun=distance > 0) for update, distance in pairs]
         self.chosen = [options[0] for options in self.options]
-        self.cut = len(updates)  # from here on, everything is kept
+        self.starts = [0, *itertools.accumulate(profile.lengths)]  # of each call, and the end
+        self.cuts = self.starts[1:]  # from there on, everything of a call is kept
+        self.call_of = [call for call, length in enumerate(profile.lengths) for _ in range(length)]
         self.offers: list[_Offer] = []  # a heap
         self.serial = itertools.count()  # numbers the offers
 
-    def run(self) -> Plan:
+    def run(self) -> list[Plan]:
         for index in range(len(self.updates)):
             self._offer_next(index)
-        self._offer_everything(self.cut - 1)
+        for call in range(len(self.cuts)):
+            self._offer_everything(call)
         while self.offers:
             offer = heapq.heappop(self.offers)
             if offer.before is not self.chosen[offer.position]:
                 self._renew(offer)
             elif self._fits(offer):
                 self._accept(offer)
-        return self._plan()
+        return [self._plan(call) for call in range(len(self.cuts))]
 
     def _offer(self, index: int, after: Level) -> None:
         before = self.chosen[index]
@@ -272,9 +269,10 @@ class _Purchase:
         if following < len(options):
             self._offer(index, options[following])
 
-    def _offer_everything(self, index: int) -> None:
-        """Offer plain autograd for the last update before the cut, if there is one."""
-        if index >= 0:
+    def _offer_everything(self, call: int) -> None:
+        """Offer plain autograd for the last update before the cut of a call, if there is one."""
+        index = self.cuts[call] - 1
+        if index >= self.starts[call]:
             self._offer(index, everything(self.updates[index]))
 
     def _renew(self, offer: _Offer) -> None:
@@ -283,7 +281,7 @@ class _Purchase:
             self._offer(offer.position, offer.after)
 
     def _fits(self, offer: _Offer) -> bool:
-        if offer.position >= self.cut:  # everything of it is kept already
+        if offer.position >= self.cuts[self.call_of[offer.position]]:  # it is kept already
             return False
         if offer.own_bytes > self.room[offer.position]:
             return False
@@ -299,13 +297,15 @@ class _Purchase:
         if offer.after.choice is not None:
             self._offer_next(index)
             return
-        self.cut = index
-        self._offer_everything(index - 1)
+        self.cuts[self.call_of[index]] = index
+        self._offer_everything(self.call_of[index])
 
-    def _plan(self) -> Plan:
+    def _plan(self, call: int) -> Plan:
+        start = self.starts[call]
+        cut = self.cuts[call]
         choices = {
-            index: level.choice
-            for index, level in enumerate(self.chosen[: self.cut])
+            number: level.choice
+            for number, level in enumerate(self.chosen[start:cut])
             if level.choice is not None and level.choice != NOTHING
         }
-        return Plan(keep_from=self.cut, choices=choices)
+        return Plan(keep_from=cut - start, choices=choices)

@@ -196,7 +196,15 @@ class GradientsToCome(NamedTuple):
 class PlanMaker(Protocol):
     """A memory mode that plans from a profile: `Budget`."""
 
-    def plan_for(self, profile: Profile, fresh: bool) -> Plan: ...
+    def plans_for(self, profile: Profile, fresh: bool) -> list[Plan]: ...
+
+
+class Place(NamedTuple):
+    """Which streams are alive while backward is at an update."""
+
+    streams: int  # bytes of those of its own call
+    others: int  # of those that earlier calls hold: 0 if the profile is of a single call
+    is_last: bool  # of its call
 
 
 class Profile:
@@ -210,7 +218,7 @@ class Profile:
         self.updates = [UpdateProfile() for _ in self.targets]
         self.state_bytes = 0  # of all streams
         self.is_complete = False
-        self.plans: Recent[tuple[PlanMaker, bool], Plan] = Recent(PLANS)
+        self._plans: Recent[tuple[PlanMaker, bool], list[Plan]] = Recent(PLANS)
 
     def complete(self, state_bytes: int) -> None:
         """The pass is over. Layers that do the same share one list of operations."""
@@ -223,6 +231,16 @@ class Profile:
             else:
                 update.operations = same
         self.is_complete = True
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many updates each call has: of a single call, here."""
+        return [len(self.updates)]
+
+    def places(self) -> list[Place]:
+        """Where each update is."""
+        last = len(self.updates) - 1
+        return [Place(self.state_bytes, 0, index == last) for index in range(last + 1)]
 
     # --- what a step needs
 
@@ -241,17 +259,17 @@ class Profile:
         gradients are accumulated: all exist already, and a new one is alive beside the old one that
         it is added to.
         """
-        last = len(self.updates) - 1
-        # The streams and their gradients; and again, when new ones replace them.
-        streams = 2 * self.state_bytes
         needs = []
-        for index, (update, to_come) in enumerate(zip(self.updates, self._gradients_to_come())):
+        to_comes = self._gradients_to_come()
+        for update, place, to_come in zip(self.updates, self.places(), to_comes):
             most = max(update.forward_bytes, update.backward_bytes)
             if fresh and to_come.are_own_new:
                 most = update.fresh_bytes
-            need = streams + max(most, streams)
-            if index == last:
-                need += self.state_bytes  # the output of the stack
+            # The streams and their gradients; and again, when new ones replace them.
+            streams = 2 * place.streams
+            need = place.others + streams + max(most, streams)
+            if place.is_last:
+                need += place.streams  # the output of the stack
             if fresh:
                 need -= to_come.bytes
             else:
@@ -280,15 +298,15 @@ class Profile:
 
     # --- plans
 
-    def plan(self, budget: PlanMaker, fresh: bool) -> Plan:
-        """The plan of a budget: made once, then remembered."""
+    def plans(self, budget: PlanMaker, fresh: bool) -> list[Plan]:
+        """The plan of each call under a budget: made once, then remembered."""
         key = (budget, fresh)
-        return self.plans.find(key) or self.plans.add(key, self._plan(budget, fresh))
+        return self._plans.find(key) or self._plans.add(key, self._made(budget, fresh))
 
-    def _plan(self, budget: PlanMaker, fresh: bool) -> Plan:
+    def _made(self, budget: PlanMaker, fresh: bool) -> list[Plan]:
         if not any(update.saved_by_fn for update in self.updates):  # nothing is ever rebuilt
-            return Plan(keep_from=len(self.updates))
-        return budget.plan_for(self, fresh)
+            return [Plan(keep_from=length) for length in self.lengths]
+        return budget.plans_for(self, fresh)
 
 
 class OperationRecorder(LiveBytes):

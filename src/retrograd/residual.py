@@ -62,7 +62,7 @@ class Residual(Stack):
         rule: Rule = Euler(),
         skip: bool = False,
         route: Mapping[str, str] | Sequence[str] | None = None,
-        memory: MemoryMode = Reverse(),
+        memory: MemoryMode | str = Reverse(),
         exact: bool | Grid = False,
         drift: DriftAction = "warn",
         stream_dtype: torch.dtype | None = None,

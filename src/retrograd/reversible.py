@@ -153,7 +153,7 @@ class Reversible(Stack):
         self,
         updates: Iterable[Update],
         *,
-        memory: MemoryMode = Reverse(),
+        memory: MemoryMode | str = Reverse(),
         exact: bool | Grid = False,
         drift: DriftAction = "warn",
         stream_dtype: torch.dtype | None = None,

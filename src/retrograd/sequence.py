@@ -82,7 +82,7 @@ class ReversibleSequence(Stack):
         blocks: Iterable[tuple[Callable[..., Any], Callable[..., Any]]],
         *,
         streams: StreamRule = Duplicate(merge="mean"),
-        memory: MemoryMode = Reverse(),
+        memory: MemoryMode | str = Reverse(),
         coupling: Coupling = Additive(),
         route: Route | None = None,
         exact: bool | Grid = False,

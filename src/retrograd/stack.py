@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from retrograd.budget import Budget
 from retrograd.core.exact import DriftAction, Grid, Precision
 from retrograd.core.guard import Guard
 from retrograd.core.guards import guards_of_plain_pass
@@ -38,6 +39,7 @@ from retrograd.core.tape import Tape
 from retrograd.core.updates import Additive, Coupling
 from retrograd.profile import Profile
 from retrograd.profiling import Profiling, plan_call
+from retrograd.shared_budget import SharedBudget
 from retrograd.stepplan import StepPlan, forecast
 from retrograd.trace import TakeBack
 
@@ -55,7 +57,7 @@ class Stack(nn.Module):
 
     def __init__(
         self,
-        memory: MemoryMode,
+        memory: MemoryMode | str,
         exact: bool | Grid,
         drift: DriftAction,
         stream_dtype: torch.dtype | None,
@@ -74,7 +76,7 @@ class Stack(nn.Module):
         return self._memory
 
     @memory.setter
-    def memory(self, memory: MemoryMode) -> None:
+    def memory(self, memory: MemoryMode | str) -> None:
         memory = checked_memory(memory)
         self._check(memory, self.precision)
         self._memory = memory
@@ -312,6 +314,11 @@ class Stack(nn.Module):
             >>> plan.peak <= plan.plain / 2
             True
         """
+        if isinstance(self.memory, SharedBudget):
+            raise ValueError(
+                f"{type(self).__name__}.plan: the stack shares {self.memory!r} with the other "
+                "stacks of its model. rg.plan(model, ...) shows what all of them keep."
+            )
         blocks = self._blocks(value, kwargs)
         program = flat(blocks)
         targets = [step.target for step in program]
@@ -323,7 +330,7 @@ class Stack(nn.Module):
         finally:
             take_back.run()
         plan = plan_of(self.memory, Call(targets, profile))
-        return forecast(self.memory, plan, profile, [step.name for step in program], fresh=True)
+        return forecast(self.memory, [plan], profile, [step.name for step in program], fresh=True)
 
     def _measure(
         self,
@@ -418,12 +425,14 @@ def check_invertible(program: Program) -> None:
 
 
 def checked_memory(memory: Any) -> MemoryMode:
-    if hasattr(memory, "plan") and not isinstance(memory, type):
+    if isinstance(memory, str):
+        return Budget(memory)
+    if callable(getattr(memory, "plan", None)) and not isinstance(memory, type):
         return memory
     what = f"the class {memory.__name__}" if isinstance(memory, type) else repr(memory)
     raise TypeError(
-        f"memory is {what}: pass rg.Reverse(), rg.Budget(...), rg.Anchor(...), rg.Keep() or an "
-        "object of your own with a method plan(call)."
+        f"memory is {what}: pass rg.Reverse(), rg.Anchor(...), rg.Keep(), a budget such as "
+        '"2 GiB" or "25%", or an object of your own with a method plan(call).'
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from retrograd.budget import MIB
 from retrograd.core.memory import NOTHING, Choice, Plan
-from retrograd.planner import Level, everything, least_peak, level_of
+from retrograd.planner import everything, least_peak, level_of
 from retrograd.profile import Profile, UpdateProfile
 
 
@@ -64,7 +64,7 @@ class StepPlan:
         """The rows of each block, if names are those of a `ReversibleSequence`; else one by one."""
 
         def block(row: Row) -> str:
-            return re.sub(r"(?<=^blocks\.)(\d+)[.,].*", r"\1", row.name)
+            return re.sub(r"^((?:.*\.)?blocks\.\d+)[.,].*", r"\1", row.name)
 
         return [list(rows) for _, rows in itertools.groupby(self.rows, key=block)]
 
@@ -94,16 +94,17 @@ class StepPlan:
 
 
 def forecast(
-    memory: Any, plan: Plan, profile: Profile, names: Sequence[str], fresh: bool
+    memory: Any, plans: Sequence[Plan], profile: Profile, names: Sequence[str], fresh: bool
 ) -> StepPlan:
-    """What a plan means for a step."""
+    """What the plans of the calls in a profile mean for a step."""
     needs = profile.needs(fresh)
     gradients = sum(profile.gradients().values()) if fresh else 0
     kept_before = 0
     waiting = 0  # targets that were made once more, and wait for backward to get there
     rows = []
-    for index, (name, update) in enumerate(zip(names, profile.updates)):
-        level = _level(plan, index, update, profile.state_bytes)
+    each = zip(names, profile.updates, profile.places(), choices_of(plans, profile), needs)
+    for name, update, place, choice, need in each:
+        level = everything(update) if choice is None else level_of(update, choice, place.streams)
         is_rerun = level.choice is not None and level.choice.rerun
         waiting = waiting + (update.target_bytes or 0) if is_rerun else 0
         row = Row(
@@ -111,8 +112,8 @@ def forecast(
             keeps=_describe(level.choice, update),
             bytes=level.bytes,
             again=level.seconds / update.seconds if update.seconds else 0.0,
-            forward=2 * profile.state_bytes + kept_before + update.forward_bytes,
-            backward=needs[index] + gradients + kept_before + level.own_bytes + waiting,
+            forward=place.others + 2 * place.streams + kept_before + update.forward_bytes,
+            backward=need + gradients + kept_before + level.own_bytes + waiting,
         )
         rows.append(row)
         kept_before += level.bytes
@@ -121,7 +122,7 @@ def forecast(
         rows=tuple(rows),
         peak=max((row.backward for row in rows), default=0) - gradients,
         plain=profile.plain(fresh),
-        floor=least_peak(profile.updates, profile.targets, needs),
+        floor=least_peak(profile, needs),
         gradients=gradients,
         time=_time(rows, profile.updates),
     )
@@ -134,11 +135,13 @@ def _time(rows: Sequence[Row], updates: Sequence[UpdateProfile]) -> float:
     return 1 + again / (3 * forward) if forward else 1.0
 
 
-def _level(plan: Plan, index: int, update: UpdateProfile, state_bytes: int) -> Level:
-    """What a plan keeps of an update, with its bytes and the time of its recompute."""
-    if index >= plan.keep_from:
-        return everything(update)
-    return level_of(update, plan.choices.get(index, NOTHING), state_bytes)
+def choices_of(plans: Sequence[Plan], profile: Profile) -> list[Choice | None]:
+    """What plans keep of each update. None: everything."""
+    return [
+        None if index >= plan.keep_from else plan.choices.get(index, NOTHING)
+        for plan, length in zip(plans, profile.lengths)
+        for index in range(length)
+    ]
 
 
 def _describe(choice: Choice | None, update: UpdateProfile) -> str:

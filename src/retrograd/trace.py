@@ -40,6 +40,10 @@ class TakeBack(Guard):
             self.undo.add(generator.set, generator.get())
 
     def call(self, update: Application, run: Callable[[], Any]) -> Any:
+        return self.watched(run)
+
+    def watched(self, run: Callable[[], Any]) -> Any:
+        """What `run()` returns. What it changes is remembered."""
         return Watch(self.usage, self.known, (), self).run(run)
 
     def run(self) -> None:

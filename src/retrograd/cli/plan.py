@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from retrograd.cli.check import can_plot, draw
 from retrograd.cli.mistakes import Mistake
@@ -16,23 +15,14 @@ if TYPE_CHECKING:
     from retrograd.stepplan import StepPlan
 
 
-class StackCall(NamedTuple):
-    """A stack of a network, and the arguments of its first call."""
-
-    name: str
-    stack: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan = commands.add_parser(
         "plan",
         usage="retrograd plan [-h] TARGET [--memory MODE [MODE ...]] [--plot FILE] [--json]",
         help="what a budget keeps of each layer, and the bytes and time that a step then takes",
         description="Runs a network forward and shows what memory modes would keep of each update "
-        "of its stacks; nothing is trained. With --plot, a picture of the bytes over the course of "
-        "a step.",
+        "of its stacks; nothing is trained. A budget is one for all stacks. With --plot, a picture "
+        "of the bytes over the course of a step.",
     )
     plan.add_argument("target", metavar="TARGET", help=HELP)
     plan.add_argument(
@@ -43,7 +33,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help='own: as the stack says; reverse; keep; anchor=16; or a budget: "200 MiB", "25%%" '
         "(own keep)",
     )
-    plan.add_argument("--plot", type=Path, metavar="FILE", help="draw those of the first stack")
+    plan.add_argument("--plot", type=Path, metavar="FILE", help="draw the plans")
     plan.add_argument(
         "--json", action="store_true", help="print the plans as JSON, and nothing else"
     )
@@ -58,74 +48,29 @@ def run(options: argparse.Namespace) -> int:
     if not plans:
         raise Mistake(f"{options.target}: no stack of retrograd ran, so there is nothing to plan.")
     if with_plot:
-        first_name = plans[0][0]
-        first, *others = [plan for name, plan in plans if name == first_name]
+        first, *others = plans
         draw(first.draw, options.plot, *others)
     if options.json:
-        print(json.dumps([{"stack": name, **_facts(plan)} for name, plan in plans], indent=2))
+        print(json.dumps([_facts(plan) for plan in plans], indent=2))
     else:
-        print("\n".join(f"{name}: {plan}" for name, plan in plans))
+        print(*plans, sep="\n")
     return 0
 
 
-def _plans(target: str, modes: list[Any]) -> list[tuple[str, StepPlan]]:
-    """For each stack of a network its name and its plan in each memory mode."""
+def _plans(target: str, modes: list[Any]) -> list[StepPlan]:
+    """The plan of a step of the network in each memory mode."""
+    from retrograd.checking import as_module
     from retrograd.core.errors import RetrogradError
+    from retrograd.whole_model import measured_calls, plan_in
 
     module, args, kwargs = load(target)
-    plans = []
     try:
-        for call in _stack_calls(module, args, kwargs):
-            plans += [(call.name, plan) for plan in _plans_of(call, modes)]
+        calls = measured_calls(as_module(module), args, kwargs)
+        return [plan_in(mode, calls) for mode in modes] if calls else []
     except RetrogradError as error:
         raise Mistake(" ".join(str(error).split())) from error
     except Exception as error:
         raise Mistake(f"{target}: {one_line(error)}.") from error
-    return plans
-
-
-def _plans_of(call: StackCall, modes: list[Any]) -> list[StepPlan]:
-    own = call.stack.memory
-    plans = []
-    try:
-        for mode in modes:
-            call.stack.memory = own if mode is None else mode
-            plans.append(call.stack.plan(*call.args, **call.kwargs))
-    finally:
-        call.stack.memory = own
-    return plans
-
-
-def _stack_calls(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StackCall]:
-    """The stacks that a network calls. The network is left as it was."""
-    from retrograd.checking import as_module
-    from retrograd.checking.runs import Network
-    from retrograd.measure import Counting
-
-    calls: dict[str, StackCall] = {}
-    module = as_module(module)
-    network = Network(module, args, kwargs)
-    handles = []
-    try:
-        with Counting(module) as observer:  # finds the stacks that run, also those in plain lists
-            module(*args, **kwargs)
-        network.snapshot.restore()
-        for name, stack in observer.stacks.values():
-            hook = functools.partial(_record_call, calls, name or type(stack).__name__)
-            handles.append(stack.register_forward_pre_hook(hook, with_kwargs=True))
-        module(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-        network.release()
-    return list(calls.values())
-
-
-def _record_call(
-    calls: dict[str, StackCall], name: str, stack: Any, args: tuple[Any, ...], kwargs: Any
-) -> None:
-    """A forward pre-hook: remember the first call of a stack."""
-    calls.setdefault(name, StackCall(name, stack, args, kwargs))
 
 
 def _memory_mode(text: str) -> Any:

@@ -11,9 +11,11 @@ from torch import nn
 from retrograd.converting.conversion import ATTRIBUTE, Conversion, revert_all
 from retrograd.converting.finding import find_layers
 from retrograd.core.exact import DriftAction, Grid
-from retrograd.core.memory import MemoryMode, Reverse
+from retrograd.core.memory import Keep, MemoryMode, Reverse
 from retrograd.core.structure import VerifyCalls
 from retrograd.rules import Blend, Rule
+from retrograd.shared_budget import share_memory
+from retrograd.stack import checked_memory
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -21,7 +23,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def convert(
     model: Model,
     rule: Rule = Blend(1 / 4),
-    memory: MemoryMode = Reverse(),
+    memory: MemoryMode | str = Reverse(),
     exact: bool | Grid = True,
     *,
     layers: str | Sequence[str] | None = None,
@@ -39,7 +41,7 @@ def convert(
         model: any module with a list of layers (`ModuleList` or `Sequential`) that it runs one
             after the other, each mapping a hidden state to the next one.
         rule: how the hidden states follow each other. `Blend(1/4)` fits pretrained weights.
-        memory: as for `Residual`.
+        memory: as for `Residual`; a budget is one for all converted lists, as in `rg.set_memory`.
         exact: True rebuilds hidden states to the bit. Streams are float64 in the first batch; from
             then on they are float32 if 8 times its largest value fits the grid. A `Grid` is used
             as it is.
@@ -57,9 +59,10 @@ def convert(
         True
     """
     found = find_layers(model, layers)
+    memory = checked_memory(memory)
     settings = {
         "rule": rule,
-        "memory": memory,
+        "memory": Keep(),  # until all are there: a budget is one for all of them
         "exact": exact,
         "drift": drift,
         "stream_dtype": stream_dtype,
@@ -70,6 +73,8 @@ def convert(
         if before is not None:
             before.revert()
     conversions = [Conversion(one, settings) for one in found]
+    stacks = {one.name: one.stacks[0] for one in conversions}
+    share_memory(model, stacks, memory)
     for conversion in conversions:
         conversion.group = conversions
         conversion.install()

@@ -21,6 +21,7 @@ from retrograd.converting.layers import ConvertedLayers, LayerBody, OtherShape, 
 from retrograd.converting.run import LayerRun, is_ordinary_pass
 from retrograd.core.errors import ConversionError
 from retrograd.core.private import break_graph, without_compiler
+from retrograd.shared_budget import release, without_last_block
 
 log = logging.getLogger("retrograd")
 
@@ -118,6 +119,12 @@ class Conversion:
     def stacks(self) -> list[ConvertedLayers]:
         return [stack for _, stack in self.parts]
 
+    def stacks_by_path(self, path: str) -> dict[str, ConvertedLayers]:
+        """The stacks, by their paths in a model that has the list at `path`."""
+        if len(self.parts) == 1:
+            return {path: self.parts[0][1]}
+        return {f"{path}[{i}:{i + len(stack)}]": stack for i, stack in self.parts}
+
     def place_of(self, index: int) -> tuple[ConvertedLayers, int] | None:
         """The stack that a layer belongs to, and its position there. None: an ordinary layer."""
         for first, stack in self.parts:
@@ -141,6 +148,8 @@ class Conversion:
     def revert(self) -> None:
         """Give every `forward` back. Those that somebody has wrapped since then pass calls on."""
         self.is_reverted = True
+        for stack in self.stacks:
+            release(stack.memory)
         self.module.__dict__.pop(ATTRIBUTE, None)
         for module in (*self.callers, *(body.layer for body in self.bodies)):
             own = module.__dict__.get("forward")
@@ -157,7 +166,11 @@ class Conversion:
         assert place is not None
         stack, position = place
         first = index - position
-        kept = [(first, stack.part(0, position)), (index + 1, stack.part(position + 1, len(stack)))]
+        before = stack.part(0, position)
+        after = stack.part(position + 1, len(stack))
+        if len(after):
+            before.memory = without_last_block(before.memory)
+        kept = [(first, before), (index + 1, after)]
         others = [part for part in self.parts if part[1] is not stack]
         self.parts = sorted([*others, *(part for part in kept if len(part[1]))], key=first_of)
         log.info("%s; it stays an ordinary layer.", error)

@@ -35,6 +35,11 @@ class LayerBody(nn.Module):
         parameters = inspect.signature(layer.forward).parameters
         self.first_argument = next(iter(parameters), "")  # the name of the hidden state
 
+    @property
+    def fn(self) -> nn.Module:
+        """The layer, by whose path in the model measurements name its update."""
+        return self.layer
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The layer as it was before it was converted."""
         if self.own_forward is not None:

@@ -1,0 +1,191 @@
+"""One budget for all stacks of a model.
+
+Backward goes through the last stack first. What earlier stacks keep, their last streams included,
+is alive until it gets to them. So the calls of one forward of the model are planned together, as
+one list of updates: a `JointProfile`.
+
+Which calls belong together is known from the forward before: hooks on the model say where one
+begins and ends. The first forward for each shape of input keeps nothing and is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from retrograd.budget import Budget
+from retrograd.core.memory import Call, MemoryMode, Plan
+from retrograd.profile import Place, Profile
+from retrograd.recent import Recent
+
+FORWARDS = 32  # how many are remembered: one for each combination of shapes
+
+Calls = tuple[Profile, ...]  # of the stacks in one forward of the model, in order
+
+
+def share_memory(model: nn.Module, stacks: Mapping[str, HasMemory], memory: MemoryMode) -> None:
+    """Give the stacks of a model, by path and in the order of the model, one memory mode.
+
+    A budget is one for all of them. Where a mode keeps the last block, only the last stack does:
+    those before it would hold theirs while backward is at later stacks.
+    """
+    for stack in stacks.values():
+        release(stack.memory)
+    if isinstance(memory, Budget):
+        shared = memory = SharedBudget(memory)
+        shared.install(model)
+    outer = [path for path in stacks if not any(is_inside(path, other) for other in stacks)]
+    before = [(stack, stack.memory) for stack in stacks.values()]
+    try:
+        for path, stack in stacks.items():
+            stack.memory = memory if path == outer[-1] else without_last_block(memory)
+    except Exception:
+        release(memory)
+        for stack, mode in before:
+            stack.memory = mode
+        raise
+
+
+def is_inside(path: str, other: str) -> bool:
+    """Whether a path leads to a part of what is at the other one."""
+    return path != other and (not other or path.startswith(f"{other}."))
+
+
+def without_last_block(memory: MemoryMode) -> MemoryMode:
+    """The same mode, which keeps no block because it is the last one."""
+    if dataclasses.is_dataclass(memory) and getattr(memory, "keep_last", False):
+        return dataclasses.replace(memory, keep_last=False)  # type: ignore[type-var]
+    return memory
+
+
+def release(memory: MemoryMode) -> None:
+    """Take the hooks of a shared budget off its model."""
+    if isinstance(memory, SharedBudget):
+        memory.remove()
+
+
+class HasMemory(Protocol):
+    """A stack, or what builds one."""
+
+    memory: Any
+
+
+class JointProfile(Profile):
+    """The calls of several stacks, one after the other, as one list of updates."""
+
+    def __init__(self, calls: Sequence[Profile]) -> None:
+        targets = [f"{i} {target}" for i, call in enumerate(calls) for target in call.targets]
+        super().__init__(targets)
+        self.calls = list(calls)
+        self.updates = [update for call in calls for update in call.updates]
+        self.is_complete = True
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(call.updates) for call in self.calls]
+
+    def places(self) -> list[Place]:
+        held = [0, *itertools.accumulate(call.state_bytes for call in self.calls)]
+        return [
+            place._replace(others=others)
+            for call, others in zip(self.calls, held)
+            for place in call.places()
+        ]
+
+
+class SharedBudget:
+    """The memory mode of several stacks that share a budget. `rg.set_memory` makes it."""
+
+    needs_profile = True
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self.handles: list[Any] = []  # of the hooks on the model
+        self.forwards: Recent[Calls, JointProfile] = Recent(FORWARDS)
+        self.under_way: dict[int, Forward] = {}  # by thread
+
+    def __repr__(self) -> str:
+        return repr(self.budget)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a pickle, measures anew."""
+        return {**self.__dict__, "forwards": Recent(FORWARDS), "under_way": {}}
+
+    # --- where a forward of the model begins and ends
+
+    def install(self, model: nn.Module) -> None:
+        self.handles = [
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._end),
+        ]
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _begin(self, model: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            accumulates = any(p.grad is not None for p in model.parameters())
+            self.under_way[threading.get_ident()] = Forward(True, accumulates)
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._finish()
+
+    def _finish(self) -> None:
+        """Remember which calls a forward has. Raises now if the budget is too small for them."""
+        forward = self.under_way.pop(threading.get_ident(), None)
+        if forward is not None and forward.calls:
+            calls = tuple(forward.calls)
+            joint = self.forwards.find(calls) or self.forwards.add(calls, JointProfile(calls))
+            joint.plans(self.budget, not forward.accumulates)
+
+    # --- the plan of a call
+
+    def plan(self, call: Call) -> Plan:
+        nothing = Plan(keep_from=len(call.targets))
+        if call.profile is None:
+            return nothing
+        forward = self._forward(call)
+        forward.calls.append(call.profile)
+        joint = self._expected(forward.calls)
+        if joint is None:
+            return nothing
+        return joint.plans(self.budget, not forward.accumulates)[len(forward.calls) - 1]
+
+    def _forward(self, call: Call) -> Forward:
+        """The forward that a call belongs to. Without hooks, one ends where a call comes again."""
+        thread = threading.get_ident()
+        forward = self.under_way.get(thread)
+        if forward is not None and not forward.is_hooked and call.profile in forward.calls:
+            self._finish()
+            forward = None
+        if forward is None:
+            forward = self.under_way[thread] = Forward(False, call.accumulates)
+        return forward
+
+    def _expected(self, begun: list[Profile]) -> JointProfile | None:
+        """The last forward that began with these calls."""
+        for calls, joint in reversed(self.forwards.items()):
+            if list(calls[: len(begun)]) == begun:
+                return joint
+        return None
+
+    def plans_of(self, calls: Sequence[Profile]) -> list[Plan]:
+        """The plans of calls of which nothing else is remembered."""
+        return JointProfile(calls).plans(self.budget, True)
+
+
+class Forward:
+    """A forward of the model that is under way."""
+
+    def __init__(self, is_hooked: bool, accumulates: bool) -> None:
+        self.is_hooked = is_hooked  # its end will be told
+        self.accumulates = accumulates  # parameters have gradients already
+        self.calls: list[Profile] = []

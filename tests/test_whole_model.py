@@ -1,0 +1,352 @@
+"""All stacks of a model: one budget for all of them, and what a step of the whole model keeps.
+
+The oracles: measured bytes, and plain autograd.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import retrograd as rg
+from retrograd.compat.reformer import ReversibleSequence as ReformerSequence
+from retrograd.measure import LiveBytes, step
+
+
+def mlp(width):
+    return nn.Sequential(
+        nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+    )
+
+
+class Stages(nn.Module):
+    """Three stacks of other widths, with ordinary layers between them."""
+
+    def __init__(self, memory=rg.Reverse(), depth=4):
+        super().__init__()
+        self.stages = nn.ModuleList(
+            rg.ReversibleSequence([(mlp(w), mlp(w)) for _ in range(depth)], memory=memory)
+            for w in (16, 16, 8)
+        )
+        self.between = nn.Linear(16, 8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        x = self.stages[1](self.stages[0](x))
+        return self.head(self.stages[2](self.between(x)))
+
+
+class Twice(nn.Module):
+    """One stack that runs twice in a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = rg.ReversibleSequence([(mlp(16), mlp(16)) for _ in range(4)])
+
+    def forward(self, x):
+        return self.stack(self.stack(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.mlp = mlp(width)
+
+    def forward(self, x):
+        return x + self.mlp(x)
+
+
+class Converted(nn.Module):
+    """Two lists of layers, to convert."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Sequential(*[Layer(16) for _ in range(4)])
+        self.between = nn.Linear(16, 8)
+        self.narrow = nn.Sequential(*[Layer(8) for _ in range(4)])
+
+    def forward(self, x):
+        return self.narrow(self.between(self.wide(x)))
+
+
+X = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
+
+
+def train_step(model, x=X):
+    model(x).square().mean().backward()
+
+
+def of_stacks(model, accumulating=False, x=X):
+    """The peak of a step, less gradients and less what the ordinary layers make."""
+    for _ in range(3):
+        if not accumulating:
+            model.zero_grad()
+        train_step(model, x)
+    if not accumulating:
+        model.zero_grad()
+    with LiveBytes() as live:
+        train_step(model, x)
+    gradients = 0 if accumulating else sum(p.grad.nbytes for p in model.parameters())
+    return live.peak - gradients
+
+
+OUTSIDE = 512 * (8 + 3) * 4  # what `between`, `head` and the loss of `Stages` keep
+
+
+# --- one budget
+
+
+@pytest.mark.parametrize("accumulating", [False, True])
+@pytest.mark.parametrize("share", ["12%", "25%", "50%", "90%", "150%"])
+@pytest.mark.parametrize("make", [Stages, Twice, Converted])
+def test_the_peak_of_all_stacks_stays_below_it(make, share, accumulating):
+    model = make()
+    if make is Converted:
+        rg.convert(model, rg.Euler(), exact=False)
+    train_step(model)
+    plan = rg.plan(model, X)
+    limit = rg.Budget(share).bytes_of(plan.plain)
+    rg.set_memory(model, share)
+    try:
+        peak = of_stacks(model, accumulating)
+    except rg.BudgetError:
+        assert limit < (1.2 if accumulating else 1) * plan.floor
+        return
+    assert peak <= limit + OUTSIDE
+    if share in ("50%", "90%") and not accumulating:
+        assert peak >= 0.85 * limit  # it is used
+
+
+def test_more_bytes_cost_no_more_flops():
+    flops = []
+    for share in ("15%", "30%", "50%", "70%", "100%"):
+        model = rg.set_memory(Stages(), share)
+        for _ in range(2):
+            train_step(model)
+        flops.append(step(lambda: train_step(model), model).flops)  # noqa: B023
+    assert flops == sorted(flops, reverse=True)
+    assert flops[0] > flops[-1]
+
+
+def test_gradients_are_those_of_plain_autograd():
+    torch.manual_seed(0)
+    model = Stages().double()
+    plain = rg.set_memory(copy.deepcopy(model), rg.Keep())
+    rg.set_memory(model, "40%")
+    for _ in range(3):
+        for network in (plain, model):
+            network.zero_grad()
+            train_step(network, X.double())
+        for ours, expected in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_it_is_shared_outside_of_a_forward_of_the_model():
+    """Where stacks are called by themselves, a forward ends when a call comes again."""
+    model = rg.set_memory(Stages(), "40%")
+    limit = rg.Budget("40%").bytes_of(rg.plan(model, X).plain)
+
+    def run():
+        x = model.stages[1](model.stages[0](X))
+        model.head(model.stages[2](model.between(x))).square().mean().backward()
+
+    for _ in range(3):
+        model.zero_grad()
+        run()
+    model.zero_grad()
+    with LiveBytes() as live:
+        run()
+    peak = live.peak - sum(p.grad.nbytes for p in model.parameters())
+    assert 0.85 * limit <= peak <= limit + OUTSIDE
+
+
+def test_a_new_shape_is_measured_first():
+    model = rg.set_memory(Stages(), "50%")
+    of_stacks(model)
+    small = of_stacks(model, x=X[:256])
+    limit = rg.Budget("50%").bytes_of(rg.plan(model, X[:256]).plain)
+    assert 0.85 * limit <= small <= limit + OUTSIDE
+
+
+def test_one_that_is_too_small_raises_in_the_first_forward():
+    model = rg.set_memory(Stages(), "1 KiB")
+    with pytest.raises(rg.BudgetError, match=r"1 KiB are less than the .* KiB"):
+        model(X)
+    rg.set_memory(model, rg.Reverse())
+    train_step(model)
+
+
+def test_a_forward_that_fails_is_forgotten():
+    model = rg.set_memory(Stages(), "50%")
+    with pytest.raises(RuntimeError):
+        model.stages[2](model.stages[0](X))  # 16 wide, where 8 are expected
+    assert of_stacks(model) <= rg.Budget("50%").bytes_of(rg.plan(model, X).plain) + OUTSIDE
+
+
+def test_copies_and_pickles_have_a_budget_of_their_own():
+    model = rg.set_memory(Stages(), "50%")
+    peak = of_stacks(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        first = other.stages[0].memory
+        assert first is not model.stages[0].memory
+        assert all(stage.memory is first for stage in other.stages)
+        assert of_stacks(other) == peak
+
+
+# --- other modes
+
+
+def test_only_the_last_stack_keeps_its_last_block():
+    model = Stages()
+    before = of_stacks(model)
+    rg.set_memory(model, rg.Reverse())
+    assert [stage.memory.keep_last for stage in model.stages] == [False, False, True]
+    assert of_stacks(model) < 0.8 * before
+    rg.set_memory(model, rg.Anchor(2))
+    assert [stage.memory.keep_last for stage in model.stages] == [False, False, True]
+
+
+def test_the_lists_of_a_converted_model_share_as_well():
+    model = rg.convert(Converted(), rg.Midpoint())
+    modes = [stack.memory.keep_last for stack in rg.stacks_of(model).values()]
+    assert modes == [False, True]
+    rg.convert(model, rg.Midpoint(), "50%")
+    shared = {id(stack.memory) for stack in rg.stacks_of(model).values()}
+    assert len(shared) == 1 and len(model._forward_pre_hooks) == 1
+    rg.revert(model)
+    assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+def test_the_systems_of_the_seeds():
+    model = nn.Sequential(ReformerSequence([(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)]))
+    mode = rg.Keep()
+    rg.set_memory(model, mode)
+    assert model[0].engine.memory is mode
+    rg.set_memory(model, "1 MiB")
+    for _ in range(2):
+        model(torch.randn(1, 2, 8)).sum().backward()
+
+
+def test_setting_it_again_leaves_nothing_behind():
+    model = Stages()
+    for _ in range(3):
+        rg.set_memory(model, "50%")
+        assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
+    rg.set_memory(model, rg.Reverse())
+    assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+# --- mistakes
+
+
+def test_a_mode_that_one_stack_cannot_have_changes_none():
+    blend = rg.Residual(
+        [nn.Linear(8, 8) for _ in range(20)], rule=rg.Blend(1 / 4), memory=rg.Keep()
+    )
+    model = nn.Sequential(rg.Residual([nn.Linear(8, 8)]), blend)
+    before = [stack.memory for stack in model]
+    for mode in (rg.Reverse(), "50%"):
+        with pytest.raises(ValueError, match="exact=True"):
+            rg.set_memory(model, mode)
+        assert [stack.memory for stack in model] == before
+        assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("memory", "error", "words"),
+    [
+        (None, TypeError, 'a budget such as "2 GiB"'),
+        (rg.Reverse, TypeError, "the class Reverse"),
+        (2**30, TypeError, 'a budget such as "2 GiB"'),
+        ("much", ValueError, "a share of plain autograd"),
+    ],
+)
+def test_what_is_no_memory_mode_is_told_at_once(memory, error, words):
+    stack = rg.Residual([nn.Linear(8, 8)])
+    with pytest.raises(error, match=words):
+        stack.memory = memory
+    with pytest.raises(error, match=words):
+        rg.Residual([nn.Linear(8, 8)], memory=memory)
+    with pytest.raises(error, match=words):
+        rg.set_memory(stack, memory)
+    with pytest.raises(error, match=words):
+        rg.convert(Converted(), memory=memory)
+
+
+def test_a_string_is_a_budget():
+    pair = (nn.Linear(8, 8), nn.Linear(8, 8))
+    update = rg.Update("a", pair[0], reads=("b",))
+    for stack in (
+        rg.ReversibleSequence([pair], memory="25%"),
+        rg.Residual(pair, memory="25%"),
+        rg.Reversible([update], memory="25%"),
+    ):
+        assert stack.memory == rg.Budget("25%")
+        stack.memory = "2 GiB"
+        assert stack.memory == rg.Budget("2 GiB")
+
+
+@pytest.mark.parametrize("call", [lambda m: rg.set_memory(m, "1 GiB"), lambda m: rg.plan(m, X)])
+def test_a_model_without_stacks(call):
+    with pytest.raises(ValueError, match=r"no stack of retrograd.*rg\.convert"):
+        call(nn.Linear(16, 16))
+
+
+def test_the_plan_of_one_stack_that_shares():
+    model = rg.set_memory(Stages(), "50%")
+    with pytest.raises(ValueError, match=r"rg\.plan\(model, \.\.\.\)"):
+        model.stages[0].plan(X)
+
+
+# --- the plan
+
+
+@pytest.mark.parametrize("memory", [rg.Reverse(keep_last=False), rg.Keep(), "30%", "60%"])
+def test_a_plan_foretells_the_peak(memory):
+    model = rg.set_memory(Stages(), memory)
+    plan = rg.plan(model, X)
+    assert of_stacks(model) <= plan.peak + OUTSIDE
+    assert of_stacks(model) >= 0.9 * plan.peak
+    assert plan.floor <= plan.peak <= plan.plain
+
+
+def test_a_plan_names_every_update_and_its_mode():
+    plan = rg.plan(rg.set_memory(Stages(depth=2), "60%"), X)
+    assert [row.name for row in plan.rows][:5] == [
+        "stages.0.blocks.0.f",
+        "stages.0.blocks.0.g",
+        "stages.0.blocks.1.f",
+        "stages.0.blocks.1.g",
+        "stages.1.blocks.0.f",
+    ]
+    assert str(plan).startswith("Budget(limit='60%'): 12 updates, ")
+    model = Stages()
+    model.stages[0].memory = rg.Keep()
+    assert "[Keep(), Reverse(keep_last=True)]" in str(rg.plan(model, X))
+
+
+def test_a_plan_leaves_the_model_as_it_was():
+    model = Stages()
+    model.stages[0].blocks[0].f.append(nn.Dropout(0.5))
+    model.between = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
+    rg.set_memory(model, "50%")
+    x = X.clone().requires_grad_()
+    train_step(model, x)
+    before = copy.deepcopy(model.state_dict())
+    gradients = [p.grad.clone() for p in model.parameters()]
+    random_state = torch.get_rng_state()
+    caches = [stage._cache for stage in model.stages]
+    rg.plan(model, x)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(map(torch.equal, gradients, [p.grad for p in model.parameters()]))
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert [stage._cache for stage in model.stages] == caches
+
+
+def test_a_plan_of_a_converted_model():
+    model = rg.convert(Converted(), rg.Blend(1 / 4), "50%")
+    train_step(model)
+    plan = rg.plan(model, X)
+    assert plan.rows[0].name == "wide.0" and plan.rows[-1].name == "narrow.3"
