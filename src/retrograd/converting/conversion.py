@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from retrograd.converting.finding import LayerList
 from retrograd.converting.layers import ConvertedLayers, LayerBody, OtherShape, not_a_chain
 from retrograd.converting.run import LayerRun, is_ordinary_pass
 from retrograd.core.errors import ConversionError
+from retrograd.core.observe import observed_memory
 from retrograd.core.private import break_graph, without_compiler
 
 log = logging.getLogger("retrograd")
@@ -105,10 +107,18 @@ class Conversion:
         self.group = [self]  # the conversions that were made together
         self.unchecked = set(range(len(self.bodies)))  # layers that have not run yet
         self.is_reverted = False
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self.runs: dict[int, LayerRun] = {}  # under way, by thread
+        self.left_out: weakref.WeakSet[Any] = weakref.WeakSet()  # caches: see `LayerRun`
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "runs": {}}
+        return {**self.__dict__, "runs": None, "left_out": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin_anew()
 
     @property
     def training(self) -> bool:
@@ -127,7 +137,10 @@ class Conversion:
 
     def is_ordinary(self) -> bool:
         """Whether a forward now is just that of the model."""
-        return all(is_ordinary_pass(stack, self.training) for stack in self.stacks)
+        return all(
+            is_ordinary_pass(stack, observed_memory(stack, stack.memory), self.training)
+            for stack in self.stacks
+        )
 
     # --- installing
 
@@ -176,7 +189,7 @@ class Conversion:
         self.runs[thread] = run = LayerRun(self)
         try:
             returned = forward()
-            run.finish()
+            run.close()
         except ConversionError:
             if self.unchecked:
                 revert_all(self.group)
