@@ -7,6 +7,7 @@ may run the list gets one, too (`CallerForward`): a run of the layers begins and
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import threading
@@ -90,7 +91,20 @@ class CallerForward(Replacement):
 
     @without_compiler
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.conversion.run(functools.partial(self.original, *args, **kwargs))
+        return self.conversion.run(functools.partial(self._with_strided_tensors(), *args, **kwargs))
+
+    def _with_strided_tensors(self) -> Callable[..., Any]:
+        """The original forward, on strided tensors.
+
+        In evaluation, torch's encoder makes nested tensors of a padded batch. Streams cannot be
+        nested.
+        """
+        is_torchs = type(self.module).forward is nn.TransformerEncoder.forward
+        if self.before is not None or not is_torchs:
+            return self.original
+        encoder: Any = copy.copy(self.module)  # with the same layers
+        encoder.use_nested_tensor = False
+        return functools.partial(type(encoder).forward, encoder)
 
 
 class Conversion:
