@@ -492,7 +492,7 @@ def test_loss_and_generation_of_nanogpt(rule):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
 @pytest.mark.parametrize("rule", RULES)
 def test_the_fast_path_of_transformer_encoders(rule):
-    """In evaluation, torch's encoder runs fused kernels on nested tensors, if the rule is its own."""
+    """In evaluation, torch's encoder runs fused kernels on nested tensors. Rules cannot."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True)
     model = nn.TransformerEncoder(layer, DEPTH, enable_nested_tensor=True).eval()
@@ -582,7 +582,7 @@ def test_generate(name, rule, side, beams):
 @cases(GENERATORS)
 @pytest.mark.parametrize("rule", RULES)
 def test_caches_with_gradients(name, rule):
-    """In evaluation, but not under `no_grad`: the second call goes on with the cache of the first."""
+    """In evaluation, but not under `no_grad`: the second call needs the cache of the first."""
     model = converted(name, rule)
     model.eval()
     whole = model(input_ids=IDS).logits[:, 4:]
