@@ -519,3 +519,96 @@ def test_a_whole_model_compiles_where_nothing_is_rebuilt():
     compiled = torch.compile(net, backend="eager", fullgraph=True)
     with torch.no_grad():
         assert torch.equal(compiled(IDS), model(3).eval()(IDS))
+
+
+# --- caches of keys and values
+
+
+class Cache:
+    """As Hugging Face's: layers add their keys to it."""
+
+    def __init__(self):
+        self.keys: dict[int, list[torch.Tensor]] = {}
+
+    def get_seq_length(self):
+        return len(self.keys.get(0, []))
+
+
+class CachedLayer(Layer):
+    def __init__(self, width, number):
+        super().__init__(width, dropout=0.0)
+        self.number = number
+
+    def forward(self, hidden, cache=None):
+        keys = [] if cache is None else cache.keys.setdefault(self.number, [])
+        context = sum(keys, torch.zeros(()))
+        if cache is not None:
+            keys.append(hidden.mean(1, keepdim=True))
+        return super().forward(hidden, context=context)
+
+
+class CachedModel(Model):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(CachedLayer(8, number) for number in range(4))
+        self.double()
+
+    def forward(self, ids, cache=None):
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden, cache=cache)
+        return self.norm(hidden + self.context)
+
+
+def cached_model():
+    torch.manual_seed(0)
+    return CachedModel()
+
+
+def continued(net, cache):
+    """The output and the gradients of a call that goes on with the cache of another."""
+    net.zero_grad()
+    net(IDS[:, :3], cache)
+    y = net(IDS[:, 3:], cache)
+    y.square().sum().backward()
+    return y.detach(), {name: p.grad.clone() for name, p in net.named_parameters()}
+
+
+@rules
+def test_caches_in_evaluation_with_gradients(name):
+    rule, exact = RULES[name]
+    original = continued(cached_model().eval(), Cache())
+    net = rg.convert(cached_model(), rule, exact=exact).eval()
+    reversed_ = continued(net, Cache())
+    set_memory(net, rg.Keep())
+    assert_equal(reversed_, continued(net, Cache()))
+    if name in ("euler", "bdia"):
+        assert_equal(reversed_, original)
+
+
+def test_a_filled_cache_while_training():
+    """As prefix tuning passes it."""
+
+    def filled():
+        cache = Cache()
+        keys = torch.arange(16.0, dtype=torch.float64).sin().view(2, 1, 8)
+        cache.keys = {number: [keys] for number in range(4)}
+        return cache
+
+    net = rg.convert(cached_model(), rg.Euler(), exact=False)
+    assert_equal(step(net, IDS, filled()), step(cached_model(), IDS, filled()))
+    net = rg.convert(cached_model(), rg.Midpoint())
+    plain = rg.convert(cached_model(), rg.Midpoint(), rg.Keep())
+    assert_equal(step(net, IDS, filled()), step(plain, IDS, filled()))
+    assert not torch.equal(step(net, IDS, filled())[0], step(net, IDS)[0])
+
+
+@pytest.mark.parametrize("rule", [rg.Euler(), rg.Midpoint()])
+def test_a_cache_that_training_left_empty(rule):
+    net = rg.convert(cached_model(), rule)
+    cache = Cache()
+    expected = step(net, IDS)
+    assert_equal(step(net, IDS, cache), expected)
+    with pytest.raises(rg.ConversionError, match="cache that an earlier call left empty"):
+        net(IDS, cache)
+    assert_equal(step(copy.deepcopy(net), IDS, Cache()), expected)

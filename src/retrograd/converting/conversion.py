@@ -7,9 +7,11 @@ may run the list gets one, too (`CallerForward`): a run of the layers begins and
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from retrograd.converting.finding import LayerList
 from retrograd.converting.layers import ConvertedLayers, LayerBody, OtherShape, not_a_chain
 from retrograd.converting.run import LayerRun, is_ordinary_pass
 from retrograd.core.errors import ConversionError
+from retrograd.core.observe import observed_memory
 from retrograd.core.private import break_graph, without_compiler
 from retrograd.shared_budget import release, without_last_block
 
@@ -89,7 +92,20 @@ class CallerForward(Replacement):
 
     @without_compiler
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.conversion.run(functools.partial(self.original, *args, **kwargs))
+        return self.conversion.run(functools.partial(self._with_strided_tensors(), *args, **kwargs))
+
+    def _with_strided_tensors(self) -> Callable[..., Any]:
+        """The original forward, on strided tensors.
+
+        In evaluation, torch's encoder makes nested tensors of a padded batch. Streams cannot be
+        nested.
+        """
+        is_torchs = type(self.module).forward is nn.TransformerEncoder.forward
+        if self.before is not None or not is_torchs:
+            return self.original
+        encoder: Any = copy.copy(self.module)  # with the same layers
+        encoder.use_nested_tensor = False
+        return functools.partial(type(encoder).forward, encoder)
 
 
 class Conversion:
@@ -106,10 +122,18 @@ class Conversion:
         self.group = [self]  # the conversions that were made together
         self.unchecked = set(range(len(self.bodies)))  # layers that have not run yet
         self.is_reverted = False
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self.runs: dict[int, LayerRun] = {}  # under way, by thread
+        self.left_out: weakref.WeakSet[Any] = weakref.WeakSet()  # caches: see `LayerRun`
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "runs": {}}
+        return {**self.__dict__, "runs": None, "left_out": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin_anew()
 
     @property
     def training(self) -> bool:
@@ -134,7 +158,10 @@ class Conversion:
 
     def is_ordinary(self) -> bool:
         """Whether a forward now is just that of the model."""
-        return all(is_ordinary_pass(stack, self.training) for stack in self.stacks)
+        return all(
+            is_ordinary_pass(stack, observed_memory(stack, stack.memory), self.training)
+            for stack in self.stacks
+        )
 
     # --- installing
 
@@ -189,7 +216,7 @@ class Conversion:
         self.runs[thread] = run = LayerRun(self)
         try:
             returned = forward()
-            run.finish()
+            run.close()
         except ConversionError:
             if self.unchecked:
                 revert_all(self.group)

@@ -19,6 +19,7 @@ from retrograd.converting.layers import (
     OtherShape,
     not_a_chain,
 )
+from retrograd.core.memory import Keep, MemoryMode
 from retrograd.core.observe import observed_memory
 from retrograd.core.private import surrounding_hooks
 from retrograd.core.program import Pass
@@ -43,6 +44,8 @@ class LayerRun:
     def __init__(self, conversion: Conversion) -> None:
         self.conversion = conversion
         self.chain: Chain | None = None
+        self.ordinary: ConvertedLayers | None = None  # layers that just run
+        self.left_out: list[Any] = []  # caches that layers did not get
 
     def layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer of the model."""
@@ -54,13 +57,10 @@ class LayerRun:
             self.finish()
         if place is None:
             return body.run(x, *args, **kwargs)
-        stack, position = place
         if self.chain is None:
-            if position != 0:
-                raise out_of_order(body.name, stack.bodies[0].name)
-            if is_ordinary_pass(stack, conversion.training):
-                return body.run(x, *args, **kwargs)
-            self.chain = Chain(stack, conversion)
+            self._begin(body.name, *place, (args, kwargs))
+        if self.chain is None:
+            return body.run(x, *args, **kwargs)
         if index not in conversion.unchecked:
             return self.chain.layer(x, (args, kwargs))
         returned = self._first_time(self.chain, index, x, (args, kwargs))
@@ -81,21 +81,58 @@ class LayerRun:
             args, kwargs = arguments
             return body.run(x, *args, **kwargs)
 
+    def _begin(self, name: str, stack: ConvertedLayers, position: int, arguments: Any) -> None:
+        """Begin a chain, unless the layers just run."""
+        if position != 0 and stack is self.ordinary:
+            return
+        self.ordinary = None
+        memory = self._memory(name, stack, arguments)
+        if is_ordinary_pass(stack, memory, self.conversion.training):
+            self.ordinary = stack
+        elif position != 0:
+            raise out_of_order(name, stack.bodies[0].name)
+        else:
+            self.chain = Chain(stack, self.conversion, memory)
+
+    def _memory(self, name: str, stack: ConvertedLayers, arguments: Any) -> MemoryMode:
+        """What to keep: everything if the layers need their cache of keys and values.
+
+        A second run would fill it once more. While training, it is empty and nothing reads it, so
+        layers do not get it.
+        """
+        args, kwargs = arguments
+        caches = list(filter(is_cache, (*args, *kwargs.values())))
+        memory = observed_memory(stack, stack.memory)
+        if is_plain(memory) or not caches:
+            return memory
+        for cache in caches:
+            if cache in self.conversion.left_out:
+                raise without_its_content(name)
+        if not self.conversion.training or any(cache.get_seq_length() > 0 for cache in caches):
+            return Keep()
+        self.left_out += caches
+        return memory
+
     def finish(self) -> None:
         """No later layer goes on with these streams."""
         if self.chain is not None:
             self.chain.finish()
             self.chain = None
 
+    def close(self) -> None:
+        """The model has run."""
+        self.finish()
+        self.conversion.left_out.update(self.left_out)
+
 
 class Chain:
     """Consecutive layers that share a pass."""
 
-    def __init__(self, stack: ConvertedLayers, conversion: Conversion) -> None:
+    def __init__(self, stack: ConvertedLayers, conversion: Conversion, memory: MemoryMode) -> None:
         self.stack = stack
         self.conversion = conversion
-        self.memory = observed_memory(stack, stack.memory)
-        self.is_recorded = not is_plain(self.memory)
+        self.memory = memory
+        self.is_recorded = not is_plain(memory)
         self.hooks = surrounding_hooks()
         self.run: Pass | None = None
         self.is_over = False
@@ -212,10 +249,10 @@ class Chain:
             self.largest = largest if self.largest is None else largest.maximum(self.largest)
 
 
-def is_ordinary_pass(stack: ConvertedLayers, training: bool) -> bool:
+def is_ordinary_pass(stack: ConvertedLayers, memory: MemoryMode, training: bool) -> bool:
     """Whether the layers just run: nothing is rebuilt, and the rule is that of the model."""
     stack.training = training
-    return stack.is_ordinary and is_plain(observed_memory(stack, stack.memory))
+    return stack.is_ordinary and is_plain(memory)
 
 
 def split_arguments(
@@ -241,8 +278,14 @@ def is_identical(value: Any, other: Any) -> bool:
 
 
 def without_cache(value: Any) -> Any:
-    """None in place of a cache of keys and values, which a second run would fill once more."""
-    return None if any(kind.__name__ == "Cache" for kind in type(value).__mro__) else value
+    """None in place of a cache."""
+    return None if is_cache(value) else value
+
+
+def is_cache(value: Any) -> bool:
+    """Whether this is a cache of keys and values, as Hugging Face passes to layers."""
+    is_named_so = any(kind.__name__ == "Cache" for kind in type(value).__mro__)
+    return is_named_so and hasattr(value, "get_seq_length")
 
 
 # --- errors
@@ -265,6 +308,12 @@ def two_states(name: str) -> Exception:
     what = "this layer passes more than one changing value on to the next layer."
     why = "only the first of them, the hidden state, follows the rule."
     return not_a_chain(name, what, why, "rule=rg.Euler() works with it.")
+
+
+def without_its_content(name: str) -> Exception:
+    what = "this layer got a cache that an earlier call left empty."
+    why = "while training, layers get no cache: backward would run them again and fill it twice."
+    return not_a_chain(name, what, why, "call model.eval() before you use a cache.")
 
 
 def checkpointed(name: str) -> Exception:
