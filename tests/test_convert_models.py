@@ -7,6 +7,7 @@ The oracles: the original model where the rule is `Euler`, and the same conversi
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import retrograd as rg
+from benchmarks.converted_memory import CHECKPOINTED, DATA, measure, table
+from benchmarks.page import DOCS
 from retrograd.measure import LiveBytes
 
 VOCABULARY, LENGTH, WIDTH, DEPTH = 40, 7, 16, 4
@@ -642,3 +645,19 @@ def test_memory_is_flat_in_depth(name, rule):
     stream = 2 * LENGTH * WIDTH
     digits = 2 / 8 if rule == "blend" else 0
     assert peak(20) - peak(8) <= 12 * digits * stream + 1024
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", ["`Midpoint()`", "`Blend(1/4)`"])
+def test_llama_against_gradient_checkpointing(name):
+    """Fewer bytes, and at most 12 % more FLOPs."""
+    pytest.importorskip("transformers")
+    checkpointed = measure(CHECKPOINTED, 12)
+    found = measure(name, 12)
+    assert found["bytes"] < checkpointed["bytes"]
+    assert found["flops"] <= 1.12 * checkpointed["flops"]
+
+
+def test_the_page_has_the_figures_of_llama():
+    rows = [json.loads(line) for line in DATA.read_text().splitlines()]
+    assert table(rows) in (DOCS / "convert.md").read_text()
