@@ -349,6 +349,69 @@ def test_a_model_that_cannot_be_converted_is_left_as_it_was(kind, words):
     net(x).sum().backward()
 
 
+class Transposes(Model):
+    """A square of hidden states, whose rows and columns take turns."""
+
+    def forward(self, ids, mask=None):
+        hidden = self.embed(ids.repeat(1, 2)[:, :8])
+        for layer in self.layers:
+            hidden = layer(hidden.transpose(1, 2))
+        return hidden
+
+
+class Detaches(Model):
+    def forward(self, ids, mask=None):
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden.detach())
+        return hidden
+
+
+@pytest.mark.parametrize("kind", [Transposes, Detaches])
+def test_a_view_of_what_a_layer_returned(kind):
+    """At the same memory, but with its elements elsewhere, or without a gradient."""
+    torch.manual_seed(0)
+    net = kind().double()
+    expected = step_of_last(copy.deepcopy(net))
+    rg.convert(net, rg.Euler(), exact=False)
+    assert_equal(step_of_last(net), expected)
+    rg.convert(net, rg.Midpoint())
+    with pytest.raises(rg.ConversionError, match=r"layers.1: this layer did not get what"):
+        net(IDS)
+
+
+def step_of_last(net):
+    torch.manual_seed(1)
+    net.zero_grad()
+    y = net(IDS)
+    y.square().sum().backward()
+    grads = {name: p.grad for name, p in net.layers[-1].named_parameters()}
+    return y.detach(), {name: grad.clone() for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("kind", [Between, Transposes])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_first_batch_is_checked_in_evaluation(kind, mode):
+    net = rg.convert(kind(), rg.Midpoint()).eval()
+    with mode(), pytest.raises(rg.ConversionError, match=r"layers.1: this layer did not get what"):
+        net(IDS)
+    assert not any("forward" in vars(m) for m in net.modules())
+
+
+@rules
+def test_inference_mode(name):
+    """Before the first step, and after one."""
+    rule, exact = RULES[name]
+    net = rg.convert(model(), rule, exact=rg.Grid(dtype=torch.float64) if exact else False).eval()
+    for _ in range(2):
+        with torch.inference_mode():
+            y = net(IDS, MASK)
+        with torch.no_grad():
+            assert torch.equal(net(IDS, MASK), y)
+        step(net.train(), IDS, MASK)
+        net.eval()
+
+
 @pytest.mark.parametrize("kind", [Between, TwoStates])
 def test_euler_takes_what_other_rules_cannot(kind):
     torch.manual_seed(0)
