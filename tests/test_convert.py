@@ -500,6 +500,39 @@ def test_two_forwards_before_a_backward():
         assert torch.equal(grad, reversed_[name]), name
 
 
+@pytest.mark.parametrize("rule", [rg.Euler(), rg.Midpoint(), rg.Blend(1 / 4)])
+def test_a_model_that_stops_early(rule):
+    """After another layer in each call."""
+
+    class Early(Model):
+        def forward(self, ids, count):
+            hidden = self.embed(ids)
+            for layer in self.layers[:count]:
+                hidden = layer(hidden)
+            return self.norm(hidden)
+
+    def outputs(net):
+        return [early_step(net, count) for count in (5, 2, 1, 4, 5, 3)]
+
+    def early_step(net, count):
+        torch.manual_seed(1)
+        net.zero_grad(set_to_none=False)
+        y = net(IDS, count)
+        y.square().sum().backward()
+        named = net.named_parameters()
+        return y.detach(), {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+    def build():
+        net = model()
+        net.__class__ = Early
+        return net
+
+    exact = False if rule == rg.Euler() else rg.Grid(dtype=torch.float64)
+    kept = outputs(rg.convert(build(), rule, rg.Keep(), exact))
+    for one, other in zip(outputs(rg.convert(build(), rule, exact=exact)), kept):
+        assert_equal(one, other)
+
+
 def test_an_exception_in_a_layer_leaves_nothing_behind():
     net = rg.convert(model())
     expected = step(net, IDS)
