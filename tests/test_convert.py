@@ -458,6 +458,26 @@ def test_if_all_layers_change_the_shape():
     assert net(torch.randn(2, 8, 8)).shape == (2, 1, 8)
 
 
+class OfTwo(nn.Module):
+    """Takes and returns a tuple of two hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x[0] + self.linear(x[1]), x[1] + x[0]
+
+
+def test_hidden_states_that_are_no_tensors():
+    net = rg.convert(nn.Sequential(*[OfTwo() for _ in range(3)]))
+    x = (torch.randn(2, 8), torch.randn(2, 8))
+    with pytest.raises(rg.ConversionError, match=r"got a tuple and returned a tensor"):
+        net(x)
+    assert "retrograd" not in vars(net)
+    net(x)[0].sum().backward()
+
+
 # --- grids
 
 

@@ -610,7 +610,7 @@ def prompt(side: str) -> dict[str, Tensor]:
     return {"input_ids": IDS, "attention_mask": mask}
 
 
-@cases(GENERATORS)
+@cases({**GENERATORS, "t5": HUGGING_FACE["t5"]})
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("beams", [1, 2])
@@ -621,11 +621,31 @@ def test_generate(name, rule, side, beams):
     model.float().eval()
     options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams, "min_new_tokens": 6}
     tokens = model.generate(**prompt(side), use_cache=True, **options)
-    assert tokens.shape == (2, LENGTH + 6)
+    assert tokens.shape == (2, (1 if name == "t5" else LENGTH) + 6)
     assert torch.equal(tokens, model.generate(**prompt(side), use_cache=False, **options))
     if rule in ("euler", "bdia"):
         original = build(name).float().eval()
         assert torch.equal(tokens, original.generate(**prompt(side), **options))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("rule", RULES)
+def test_other_ways_to_generate(rule):
+    """A cache of fixed size, sampling, and tokens that are looked up in the prompt."""
+    model = converted("llama", rule).float().eval()
+    options = {"max_new_tokens": 6, "min_new_tokens": 6}
+    start = prompt("none")
+    greedy = model.generate(**start, do_sample=False, **options)
+    static = model.generate(**start, do_sample=False, cache_implementation="static", **options)
+    assert torch.equal(static, greedy)
+    one = {key: value[:1] for key, value in start.items()}
+    looked_up = model.generate(**one, do_sample=False, prompt_lookup_num_tokens=2, **options)
+    assert torch.equal(looked_up, greedy[:1])
+    samples = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        samples.append(model.generate(**start, do_sample=True, use_cache=use_cache, **options))
+    assert torch.equal(*samples)
 
 
 @cases(GENERATORS)

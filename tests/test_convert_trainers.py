@@ -44,7 +44,7 @@ rules = pytest.mark.parametrize("rule", RULES)
 State = dict[str, Tensor]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _packages():
     for package in ("transformers", "accelerate", "lightning", "peft"):
         pytest.importorskip(package)
