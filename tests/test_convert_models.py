@@ -167,6 +167,10 @@ def run_decoder(model: Any) -> Tensor:
     return model(HIDDEN, HIDDEN.flip(0)[:, :3], tgt_mask=causal, tgt_is_causal=True)
 
 
+def transformer() -> nn.Module:
+    return nn.Transformer(WIDTH, 2, DEPTH, DEPTH, 32, batch_first=True)
+
+
 # --- models of Hugging Face
 
 
@@ -315,8 +319,18 @@ TORCH = {
         encoder, lambda model: model(HIDDEN, src_key_padding_mask=MASK.logical_not())
     ),
     "decoder": Case(decoder, run_decoder),
+    "transformer": Case(
+        transformer,
+        lambda model: model(HIDDEN, HIDDEN.flip(0)),
+        ["encoder.layers", "decoder.layers"],
+    ),
     "nanogpt": Case(GPT, lambda model: model(IDS)),
     "resnet": Case(PreActResNet, lambda model: model(IMAGES), STAGES),
+    "resnet-channels-last": Case(
+        lambda: PreActResNet().to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+        lambda model: model(IMAGES.contiguous(memory_format=torch.channels_last)),
+        STAGES,
+    ),
 }
 ALL = {**TORCH, **HUGGING_FACE}
 RULES = {
@@ -464,7 +478,9 @@ def test_the_formula_of_the_rule(name, rule):
 def test_all_layers_follow_the_rule(name):
     model = converted(name, "midpoint")
     step(name, model)
-    count = {"resnet": 3 + 3 + 2, "t5": 2 * DEPTH}.get(name, DEPTH)
+    two, stages = 2 * DEPTH, 3 + 3 + 2
+    counts = {"t5": two, "transformer": two, "resnet": stages, "resnet-channels-last": stages}
+    count = counts.get(name, DEPTH)
     assert sum(map(len, stacks(model))) == count
 
 
