@@ -9,6 +9,7 @@ import copy
 import inspect
 import io
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -280,6 +281,31 @@ def test_a_list_that_is_none(layers, error, words):
 def test_a_model_without_layers():
     with pytest.raises(rg.ConversionError, match="found no list of layers"):
         rg.convert(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+
+def test_a_layer_at_two_places():
+    net = nn.Sequential(*[Layer(8)] * 3)
+    with pytest.raises(rg.ConversionError, match="a layer stands at two places of the list"):
+        rg.convert(net)
+    assert "forward" not in vars(net)
+
+
+@pytest.mark.parametrize("order", [["one", "two"], ["two", "one"]])
+def test_lists_that_are_converted_one_by_one(order):
+    def build():
+        torch.manual_seed(0)
+        parts = {"one": nn.Sequential(Layer(8), Layer(8)), "two": nn.Sequential(Layer(8), Layer(8))}
+        return nn.Sequential(OrderedDict(parts)).double()
+
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    net = build()
+    for name in (*order, *order):  # the second time with the same settings
+        rg.convert(net, rg.Midpoint(), layers=name)
+    expected = step(rg.convert(build(), rg.Midpoint(), layers=["one", "two"]), x)
+    assert_equal(step(net, x), expected)
+    rg.revert(net)
+    assert not any("forward" in vars(m) or "retrograd" in vars(m) for m in net.modules())
+    assert_equal(step(net, x), step(build(), x))
 
 
 def test_wrong_settings_leave_the_model_as_it_was():
