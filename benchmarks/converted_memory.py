@@ -32,6 +32,7 @@ DATA = FIGURES / "converted_memory.jsonl"
 DEPTHS = (12, 48)
 WIDTH, HEADS, VOCABULARY = 64, 4, 256
 BATCH, LENGTH = 8, 128
+ELEMENTS = BATCH * LENGTH * WIDTH  # of a hidden state
 PLAIN = "plain"
 CHECKPOINTED = "`gradient_checkpointing_enable()`"
 CONVERTED: dict[str, tuple[Any, Any]] = {

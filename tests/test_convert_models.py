@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograd as rg
-from benchmarks.converted_memory import CHECKPOINTED, DATA, measure, table
+from benchmarks.converted_memory import CHECKPOINTED, DATA, DEPTHS, ELEMENTS, measure, table
 from benchmarks.page import DOCS
 from retrograd.measure import LiveBytes
 
@@ -743,3 +743,16 @@ def test_llama_against_gradient_checkpointing(name):
 def test_the_page_has_the_figures_of_llama():
     rows = [json.loads(line) for line in DATA.read_text().splitlines()]
     assert table(rows) in (DOCS / "convert.md").read_text()
+
+
+def test_the_figures_of_llama_hold_what_the_page_says():
+    rows = [json.loads(line) for line in DATA.read_text().splitlines()]
+    found = {(row["name"], row["depth"]): row for row in rows}
+    few, many = DEPTHS
+    for rule, digits in {"`Midpoint()`": 0, "`Blend(1/4)`": 2, "`Blend(1/8)`": 3}.items():
+        growth = found[rule, many]["bytes"] - found[rule, few]["bytes"]
+        assert growth <= (many - few) * digits / 8 * ELEMENTS
+        for depth in DEPTHS:
+            checkpointed = found[CHECKPOINTED, depth]
+            assert found[rule, depth]["bytes"] < checkpointed["bytes"]
+            assert found[rule, depth]["flops"] <= 1.12 * checkpointed["flops"]
