@@ -36,8 +36,8 @@ test-torch:  ## the same on another torch, recorded in docs/limits.md: make test
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt; \
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python $(PYTEST) -p compatibility.versions
 
-test-integrations: $(INTEGRATIONS)  ## a stack under the Hugging Face Trainer, Lightning, Accelerate, peft, ONNX and TensorBoard
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_compatibility.py tests/test_examples.py speedrun/tests/test_train.py
+test-integrations: $(INTEGRATIONS)  ## stacks and converted models under the Hugging Face Trainer, Lightning, Accelerate, peft, ONNX and TensorBoard
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_compatibility.py tests/test_convert_models.py tests/test_convert_trainers.py tests/test_examples.py speedrun/tests/test_train.py
 
 compatibility: $(PEERS) $(INTEGRATIONS)  ## write docs/compatibility.md anew (eight minutes)
 	$(BIN)/python -m compatibility

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import retrograd as rg
 from benchmarks.drift import FIGURES
@@ -31,17 +32,20 @@ DATA = FIGURES / "converted_memory.jsonl"
 DEPTHS = (12, 48)
 WIDTH, HEADS, VOCABULARY = 64, 4, 256
 BATCH, LENGTH = 8, 128
-STREAM = BATCH * LENGTH * WIDTH * 4  # bytes of a hidden state in float32
+ELEMENTS = BATCH * LENGTH * WIDTH  # of a hidden state
 PLAIN = "plain"
 CHECKPOINTED = "`gradient_checkpointing_enable()`"
-RULES: dict[str, Any] = {
-    "`Euler()`": rg.Euler(),
-    "`Midpoint()`": rg.Midpoint(),
-    "`Blend(1/4)`": rg.Blend(1 / 4),
-    "`Blend(1/8)`": rg.Blend(1 / 8),
+CONVERTED: dict[str, tuple[Any, Any]] = {
+    "`Euler()`": (rg.Euler(), rg.Reverse()),
+    "`Euler()`, `memory=rg.Reverse(keep_last=False)`": (
+        rg.Euler(),
+        rg.Reverse(keep_last=False),
+    ),
+    "`Midpoint()`": (rg.Midpoint(), rg.Reverse()),
+    "`Blend(1/4)`": (rg.Blend(1 / 4), rg.Reverse()),
+    "`Blend(1/8)`": (rg.Blend(1 / 8), rg.Reverse()),
 }
-DIGITS = {"`Blend(1/4)`": 2, "`Blend(1/8)`": 3}  # bits for each element and layer
-NAMES = [PLAIN, CHECKPOINTED, *RULES]
+NAMES = [PLAIN, CHECKPOINTED, *CONVERTED]
 
 
 def llama(depth: int) -> Any:
@@ -64,14 +68,16 @@ def prepared(name: str, depth: int) -> nn.Module:
     """The model, as a user would prepare it."""
     model = llama(depth)
     if name == CHECKPOINTED:
-        model.gradient_checkpointing_enable()
-    if name in RULES:
-        rg.convert(model, RULES[name])
+        with warnings.catch_warnings():  # transformers 5 has another name for it
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable()
+    if name in CONVERTED:
+        rg.convert(model, *CONVERTED[name])
     return model
 
 
 def training_step(model: nn.Module) -> Callable[[], None]:
-    tokens: Tensor = torch.randint(VOCABULARY, (BATCH, LENGTH))
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH))
     return lambda: model(input_ids=tokens, labels=tokens).loss.backward()
 
 

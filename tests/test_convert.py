@@ -9,6 +9,7 @@ import copy
 import inspect
 import io
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -282,6 +283,31 @@ def test_a_model_without_layers():
         rg.convert(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 
 
+def test_a_layer_at_two_places():
+    net = nn.Sequential(*[Layer(8)] * 3)
+    with pytest.raises(rg.ConversionError, match="a layer stands at two places of the list"):
+        rg.convert(net)
+    assert "forward" not in vars(net)
+
+
+@pytest.mark.parametrize("order", [["one", "two"], ["two", "one"]])
+def test_lists_that_are_converted_one_by_one(order):
+    def build():
+        torch.manual_seed(0)
+        parts = {"one": nn.Sequential(Layer(8), Layer(8)), "two": nn.Sequential(Layer(8), Layer(8))}
+        return nn.Sequential(OrderedDict(parts)).double()
+
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    net = build()
+    for name in (*order, *order):  # the second time with the same settings
+        rg.convert(net, rg.Midpoint(), layers=name)
+    expected = step(rg.convert(build(), rg.Midpoint(), layers=["one", "two"]), x)
+    assert_equal(step(net, x), expected)
+    rg.revert(net)
+    assert not any("forward" in vars(m) or "retrograd" in vars(m) for m in net.modules())
+    assert_equal(step(net, x), step(build(), x))
+
+
 def test_wrong_settings_leave_the_model_as_it_was():
     net = model()
     with pytest.raises(ValueError, match="exact=True"):
@@ -349,6 +375,69 @@ def test_a_model_that_cannot_be_converted_is_left_as_it_was(kind, words):
     net(x).sum().backward()
 
 
+class Transposes(Model):
+    """A square of hidden states, whose rows and columns take turns."""
+
+    def forward(self, ids, mask=None):
+        hidden = self.embed(ids.repeat(1, 2)[:, :8])
+        for layer in self.layers:
+            hidden = layer(hidden.transpose(1, 2))
+        return hidden
+
+
+class Detaches(Model):
+    def forward(self, ids, mask=None):
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden.detach())
+        return hidden
+
+
+@pytest.mark.parametrize("kind", [Transposes, Detaches])
+def test_a_view_of_what_a_layer_returned(kind):
+    """At the same memory, but with its elements elsewhere, or without a gradient."""
+    torch.manual_seed(0)
+    net = kind().double()
+    expected = step_of_last(copy.deepcopy(net))
+    rg.convert(net, rg.Euler(), exact=False)
+    assert_equal(step_of_last(net), expected)
+    rg.convert(net, rg.Midpoint())
+    with pytest.raises(rg.ConversionError, match=r"layers.1: this layer did not get what"):
+        net(IDS)
+
+
+def step_of_last(net):
+    torch.manual_seed(1)
+    net.zero_grad()
+    y = net(IDS)
+    y.square().sum().backward()
+    grads = {name: p.grad for name, p in net.layers[-1].named_parameters()}
+    return y.detach(), {name: grad.clone() for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("kind", [Between, Transposes])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_first_batch_is_checked_in_evaluation(kind, mode):
+    net = rg.convert(kind(), rg.Midpoint()).eval()
+    with mode(), pytest.raises(rg.ConversionError, match=r"layers.1: this layer did not get what"):
+        net(IDS)
+    assert not any("forward" in vars(m) for m in net.modules())
+
+
+@rules
+def test_inference_mode(name):
+    """Before the first step, and after one."""
+    rule, exact = RULES[name]
+    net = rg.convert(model(), rule, exact=rg.Grid(dtype=torch.float64) if exact else False).eval()
+    for _ in range(2):
+        with torch.inference_mode():
+            y = net(IDS, MASK)
+        with torch.no_grad():
+            assert torch.equal(net(IDS, MASK), y)
+        step(net.train(), IDS, MASK)
+        net.eval()
+
+
 @pytest.mark.parametrize("kind", [Between, TwoStates])
 def test_euler_takes_what_other_rules_cannot(kind):
     torch.manual_seed(0)
@@ -395,6 +484,26 @@ def test_if_all_layers_change_the_shape():
     assert net(torch.randn(2, 8, 8)).shape == (2, 1, 8)
 
 
+class OfTwo(nn.Module):
+    """Takes and returns a tuple of two hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x[0] + self.linear(x[1]), x[1] + x[0]
+
+
+def test_hidden_states_that_are_no_tensors():
+    net = rg.convert(nn.Sequential(*[OfTwo() for _ in range(3)]))
+    x = (torch.randn(2, 8), torch.randn(2, 8))
+    with pytest.raises(rg.ConversionError, match=r"got a tuple and returned a tensor"):
+        net(x)
+    assert "retrograd" not in vars(net)
+    net(x)[0].sum().backward()
+
+
 # --- grids
 
 
@@ -435,6 +544,39 @@ def test_two_forwards_before_a_backward():
     set_memory(net, rg.Keep())
     for name, grad in gradients().items():
         assert torch.equal(grad, reversed_[name]), name
+
+
+@pytest.mark.parametrize("rule", [rg.Euler(), rg.Midpoint(), rg.Blend(1 / 4)])
+def test_a_model_that_stops_early(rule):
+    """After another layer in each call."""
+
+    class Early(Model):
+        def forward(self, ids, count):
+            hidden = self.embed(ids)
+            for layer in self.layers[:count]:
+                hidden = layer(hidden)
+            return self.norm(hidden)
+
+    def outputs(net):
+        return [early_step(net, count) for count in (5, 2, 1, 4, 5, 3)]
+
+    def early_step(net, count):
+        torch.manual_seed(1)
+        net.zero_grad(set_to_none=False)
+        y = net(IDS, count)
+        y.square().sum().backward()
+        named = net.named_parameters()
+        return y.detach(), {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+    def build():
+        net = model()
+        net.__class__ = Early
+        return net
+
+    exact = False if rule == rg.Euler() else rg.Grid(dtype=torch.float64)
+    kept = outputs(rg.convert(build(), rule, rg.Keep(), exact))
+    for one, other in zip(outputs(rg.convert(build(), rule, exact=exact)), kept):
+        assert_equal(one, other)
 
 
 def test_an_exception_in_a_layer_leaves_nothing_behind():

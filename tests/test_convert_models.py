@@ -7,6 +7,8 @@ The oracles: the original model where the rule is `Euler`, and the same conversi
 from __future__ import annotations
 
 import copy
+import functools
+import json
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import retrograd as rg
+from benchmarks.converted_memory import CHECKPOINTED, DATA, DEPTHS, ELEMENTS, measure, table
+from benchmarks.page import DOCS
 from retrograd.measure import LiveBytes
 
 VOCABULARY, LENGTH, WIDTH, DEPTH = 40, 7, 16, 4
@@ -161,6 +165,10 @@ def decoder() -> nn.Module:
 def run_decoder(model: Any) -> Tensor:
     causal = nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=torch.float64)
     return model(HIDDEN, HIDDEN.flip(0)[:, :3], tgt_mask=causal, tgt_is_causal=True)
+
+
+def transformer() -> nn.Module:
+    return nn.Transformer(WIDTH, 2, DEPTH, DEPTH, 32, batch_first=True)
 
 
 # --- models of Hugging Face
@@ -311,8 +319,18 @@ TORCH = {
         encoder, lambda model: model(HIDDEN, src_key_padding_mask=MASK.logical_not())
     ),
     "decoder": Case(decoder, run_decoder),
+    "transformer": Case(
+        transformer,
+        lambda model: model(HIDDEN, HIDDEN.flip(0)),
+        ["encoder.layers", "decoder.layers"],
+    ),
     "nanogpt": Case(GPT, lambda model: model(IDS)),
     "resnet": Case(PreActResNet, lambda model: model(IMAGES), STAGES),
+    "resnet-channels-last": Case(
+        lambda: PreActResNet().to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+        lambda model: model(IMAGES.contiguous(memory_format=torch.channels_last)),
+        STAGES,
+    ),
 }
 ALL = {**TORCH, **HUGGING_FACE}
 RULES = {
@@ -349,6 +367,11 @@ def stacks(model: nn.Module) -> list[Any]:
 def set_memory(model: nn.Module, memory: Any) -> None:
     for stack in stacks(model):
         stack.memory = memory
+
+
+def set_exact(model: nn.Module, exact: Any) -> None:
+    for stack in stacks(model):
+        stack.exact = exact
 
 
 def output(returned: Any) -> Tensor:
@@ -411,11 +434,53 @@ def test_rebuilt_gradients_are_those_of_plain_autograd(name, rule):
     assert_equal(steps(name, converted(name, rule)), expected)
 
 
+class ByHand:
+    """The `forward` of layers that follow a rule, written down: no streams, no grid.
+
+    p[k+1] = previous * p[k-1] + current * p[k] + scale * (layer(p[k]) - p[k])
+    """
+
+    def __init__(self, layers: list[nn.Module], rule: Any) -> None:
+        self.before: Tensor | None = None
+        for layer, coefficients in zip(layers, rule.steps(len(layers), True)):
+            forward = functools.partial(self.step, layer.forward, coefficients)
+            layer.forward = forward  # type: ignore[method-assign]
+
+    def step(self, layer: Any, rule: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        returned = layer(x, *args, **kwargs)
+        output, *rest = returned if isinstance(returned, tuple) else (returned,)
+        result = rule.current * x + rule.scale * (output - x)
+        if rule.previous:
+            result = result + rule.previous * self.before
+        self.before = x
+        return (result, *rest) if isinstance(returned, tuple) else result
+
+
+@cases(ALL)
+@pytest.mark.parametrize("rule", ["midpoint", "blend"])
+def test_the_formula_of_the_rule(name, rule):
+    """Rounding to the grid of float64 changes 1e-10."""
+    model = converted(name, rule)
+    set_exact(model, rg.Grid(bits=45, dtype=torch.float64))
+    step(name, model)  # a layer that changes the shape turns out now
+    plain = build(name)
+    modules = dict(plain.named_modules())
+    for stack in stacks(model):
+        ByHand([modules[body.name] for body in stack.bodies], RULES[rule][0])
+    expected = step(name, plain)
+    fresh = converted(name, rule)
+    set_exact(fresh, rg.Grid(bits=45, dtype=torch.float64))
+    for key, value in step(name, fresh).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-9, msg=key)
+
+
 @cases(ALL)
 def test_all_layers_follow_the_rule(name):
     model = converted(name, "midpoint")
     step(name, model)
-    count = {"resnet": 3 + 3 + 2, "t5": 2 * DEPTH}.get(name, DEPTH)
+    two, stages = 2 * DEPTH, 3 + 3 + 2
+    counts = {"t5": two, "transformer": two, "resnet": stages, "resnet-channels-last": stages}
+    count = counts.get(name, DEPTH)
     assert sum(map(len, stacks(model))) == count
 
 
@@ -561,7 +626,7 @@ def prompt(side: str) -> dict[str, Tensor]:
     return {"input_ids": IDS, "attention_mask": mask}
 
 
-@cases(GENERATORS)
+@cases({**GENERATORS, "t5": HUGGING_FACE["t5"]})
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("beams", [1, 2])
@@ -572,11 +637,31 @@ def test_generate(name, rule, side, beams):
     model.float().eval()
     options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams, "min_new_tokens": 6}
     tokens = model.generate(**prompt(side), use_cache=True, **options)
-    assert tokens.shape == (2, LENGTH + 6)
+    assert tokens.shape == (2, (1 if name == "t5" else LENGTH) + 6)
     assert torch.equal(tokens, model.generate(**prompt(side), use_cache=False, **options))
     if rule in ("euler", "bdia"):
         original = build(name).float().eval()
         assert torch.equal(tokens, original.generate(**prompt(side), **options))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("rule", RULES)
+def test_other_ways_to_generate(rule):
+    """A cache of fixed size, sampling, and tokens that are looked up in the prompt."""
+    model = converted("llama", rule).float().eval()
+    options = {"max_new_tokens": 6, "min_new_tokens": 6}
+    start = prompt("none")
+    greedy = model.generate(**start, do_sample=False, **options)
+    static = model.generate(**start, do_sample=False, cache_implementation="static", **options)
+    assert torch.equal(static, greedy)
+    one = {key: value[:1] for key, value in start.items()}
+    looked_up = model.generate(**one, do_sample=False, prompt_lookup_num_tokens=2, **options)
+    assert torch.equal(looked_up, greedy[:1])
+    samples = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        samples.append(model.generate(**start, do_sample=True, use_cache=use_cache, **options))
+    assert torch.equal(*samples)
 
 
 @cases(GENERATORS)
@@ -642,3 +727,32 @@ def test_memory_is_flat_in_depth(name, rule):
     stream = 2 * LENGTH * WIDTH
     digits = 2 / 8 if rule == "blend" else 0
     assert peak(20) - peak(8) <= 12 * digits * stream + 1024
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", ["`Midpoint()`", "`Blend(1/4)`"])
+def test_llama_against_gradient_checkpointing(name):
+    """Fewer bytes, and at most 12 % more FLOPs."""
+    pytest.importorskip("transformers")
+    checkpointed = measure(CHECKPOINTED, 12)
+    found = measure(name, 12)
+    assert found["bytes"] < checkpointed["bytes"]
+    assert found["flops"] <= 1.12 * checkpointed["flops"]
+
+
+def test_the_page_has_the_figures_of_llama():
+    rows = [json.loads(line) for line in DATA.read_text().splitlines()]
+    assert table(rows) in (DOCS / "convert.md").read_text()
+
+
+def test_the_figures_of_llama_hold_what_the_page_says():
+    rows = [json.loads(line) for line in DATA.read_text().splitlines()]
+    found = {(row["name"], row["depth"]): row for row in rows}
+    few, many = DEPTHS
+    for rule, digits in {"`Midpoint()`": 0, "`Blend(1/4)`": 2, "`Blend(1/8)`": 3}.items():
+        growth = found[rule, many]["bytes"] - found[rule, few]["bytes"]
+        assert growth <= (many - few) * digits / 8 * ELEMENTS
+        for depth in DEPTHS:
+            checkpointed = found[CHECKPOINTED, depth]
+            assert found[rule, depth]["bytes"] < checkpointed["bytes"]
+            assert found[rule, depth]["flops"] <= 1.12 * checkpointed["flops"]

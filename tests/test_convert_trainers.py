@@ -44,7 +44,7 @@ rules = pytest.mark.parametrize("rule", RULES)
 State = dict[str, Tensor]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _packages():
     for package in ("transformers", "accelerate", "lightning", "peft"):
         pytest.importorskip(package)
@@ -309,6 +309,48 @@ def test_lightning_and_accelerate(trainer, kind, rule, bf16):
     assert_trained(found, kind, rule)
 
 
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@rules
+def test_lightning_validates(rule):
+    import lightning as L
+
+    class Module(L.LightningModule):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+            self.losses: list[Tensor] = []
+
+        def training_step(self, batch: dict[str, Tensor], number: int) -> Tensor:
+            return self.model(**batch).loss
+
+        def validation_step(self, batch: dict[str, Tensor], number: int) -> None:
+            assert not torch.is_grad_enabled()
+            self.losses.append(self.model(**batch).loss.clone())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    def losses(model: Any) -> list[Tensor]:
+        module = Module(model)
+        loader = DataLoader(Texts(), BATCH, collate_fn=padded)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, loader, loader)
+        return module.losses
+
+    found = losses(build("llama", rule, dropout=0.0))
+    expected = losses(oracle("llama", rule, dropout=0.0))
+    assert len(found) == 2 * ROWS // BATCH + 2  # the sanity check before training has two
+    assert all(map(torch.equal, found, expected))
+
+
 # --- peft
 
 
@@ -432,21 +474,51 @@ def ddp(kind: str, rule: str | None, memory: Any, rank: int) -> State:
     return train(model, nn.parallel.DistributedDataParallel(model), rank)
 
 
-def fsdp(order: str, kind: str, rule: str | None, memory: Any, rank: int) -> State:
+def fsdp(
+    order: str,
+    kind: str,
+    rule: str | None,
+    memory: Any,
+    rank: int,
+    float32: bool = False,
+    **options: Any,
+) -> State:
     """`fully_shard` on each layer and on the model, before or after the conversion."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = double(kind, None)
+    if float32:
+        model.float()
     mesh = init_device_mesh("cpu", (WORLD,))
     if order == "converted first" and rule is not None:
         rg.convert(model, RULES[rule][0], memory, RULES[rule][1])
     for layer in model.model.layers if kind == "llama" else model.transformer.h:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
     if order == "sharded first" and rule is not None:
         rg.convert(model, RULES[rule][0], memory, RULES[rule][1])
     return train(model, model, rank)
+
+
+def accumulated(kind: str, rule: str | None, memory: Any, rank: int) -> State:
+    """DDP that communicates after the last of three batches."""
+    model = double(kind, rule, memory)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    *first, last = share(rank)
+    with wrapped.no_sync():
+        for batch in first:
+            wrapped(**batch).loss.backward()
+    wrapped(**last).loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def mixed(kind: str, rule: str | None, memory: Any, rank: int) -> State:
+    """FSDP2 in bfloat16, which casts what layers get."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    return fsdp("converted first", kind, rule, memory, rank, float32=True, mp_policy=policy)
 
 
 WRAPPERS: dict[str, Callable[..., State]] = {
@@ -454,10 +526,11 @@ WRAPPERS: dict[str, Callable[..., State]] = {
     "fsdp-converted": functools.partial(fsdp, "converted first"),
     "fsdp-sharded": functools.partial(fsdp, "sharded first"),
 }
+OTHERS = {"ddp-accumulated": accumulated, "fsdp-mixed": mixed}
 MEMORY = {"keep": rg.Keep(), "reverse": rg.Reverse()}
 CASES: dict[str, processes.Case] = {
     f"{wrapper}-{kind}-{rule}-{memory}": functools.partial(run, kind, rule, MEMORY[memory])
-    for wrapper, run in WRAPPERS.items()
+    for wrapper, run in {**WRAPPERS, **OTHERS}.items()
     for kind in MODELS
     for rule in RULES
     for memory in MEMORY
@@ -485,3 +558,14 @@ def test_several_processes(results, wrapper, kind, rule):
         assert_same(got, same)
         for name, value in got.items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("wrapper", OTHERS)
+@models
+@rules
+def test_accumulation_and_mixed_precision_in_several_processes(results, wrapper, kind, rule):
+    """The bits of the same wrapper with `Keep`, whose network it is."""
+    found = results[f"{wrapper}-{kind}-{rule}-reverse"]
+    for got, same in zip(found, results[f"{wrapper}-{kind}-{rule}-keep"]):
+        assert_same(got, same)

@@ -179,11 +179,7 @@ class Conversion:
             release(stack.memory)
         self.module.__dict__.pop(ATTRIBUTE, None)
         for module in (*self.callers, *(body.layer for body in self.bodies)):
-            own = module.__dict__.get("forward")
-            if isinstance(own, Replacement) and own.conversion is self:
-                del module.__dict__["forward"]
-                if own.before is not None:
-                    module.__dict__["forward"] = own.before
+            take_out(module, self)
 
     # --- the first batch
 
@@ -227,6 +223,21 @@ class Conversion:
             else:
                 self.runs[thread] = before
         return returned
+
+
+def take_out(module: nn.Module, conversion: Conversion) -> None:
+    """Take the replacement that a conversion made out of those of a module."""
+    outer, own = None, module.__dict__.get("forward")
+    while isinstance(own, Replacement) and own.conversion is not conversion:
+        outer, own = own, own.before
+    if not isinstance(own, Replacement):
+        return
+    if outer is not None:
+        outer.before = own.before
+    elif own.before is not None:
+        module.__dict__["forward"] = own.before
+    else:
+        del module.__dict__["forward"]
 
 
 def revert_all(conversions: Sequence[Conversion]) -> None:

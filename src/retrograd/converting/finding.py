@@ -43,6 +43,8 @@ def layer_list(model: nn.Module, name: str) -> LayerList:
         raise cannot_find(model, what)
     items = list(module._modules.values())
     assert all(isinstance(item, nn.Module) for item in items)
+    if len(set(items)) < len(items):
+        raise cannot_find(model, f"a layer stands at two places of the list {name!r}.")
     return LayerList(name, module, items, callers(model, name))  # type: ignore[arg-type]
 
 

@@ -51,7 +51,8 @@ class LayerBody(nn.Module):
         args, kwargs = arguments
         returned = self.run(x, *args, **kwargs)
         output, *rest = returned if isinstance(returned, tuple) and returned else (returned,)
-        if not isinstance(output, Tensor) or output.shape != x.shape:
+        are_tensors = isinstance(x, Tensor) and isinstance(output, Tensor)
+        if not are_tensors or output.shape != x.shape:
             raise OtherShape(self.name, x, output)
         return WithAux(output, tuple(rest)) if isinstance(returned, tuple) else output
 

@@ -53,7 +53,8 @@ class LayerRun:
         body = conversion.bodies[index]
         x, args, kwargs = split_arguments(body, args, kwargs)
         place = conversion.place_of(index)
-        if self.chain is not None and not self.chain.goes_on(place, x):
+        is_first = index in conversion.unchecked
+        if self.chain is not None and not self.chain.goes_on(place, x, is_first):
             self.finish()
         if place is None:
             return body.run(x, *args, **kwargs)
@@ -61,7 +62,7 @@ class LayerRun:
             self._begin(body.name, *place, (args, kwargs))
         if self.chain is None:
             return body.run(x, *args, **kwargs)
-        if index not in conversion.unchecked:
+        if not is_first:
             return self.chain.layer(x, (args, kwargs))
         returned = self._first_time(self.chain, index, x, (args, kwargs))
         conversion.unchecked.discard(index)
@@ -143,31 +144,48 @@ class Chain:
 
     # --- what the model does between two layers
 
-    def goes_on(self, place: tuple[ConvertedLayers, int] | None, x: Tensor) -> bool:
-        """Whether a layer of the model goes on with this chain. Raises if it has to, but cannot."""
+    def goes_on(self, place: tuple[ConvertedLayers, int] | None, x: Tensor, is_first: bool) -> bool:
+        """Whether a layer of the model goes on with this chain. Raises if it has to, but cannot.
+
+        `is_first` if that layer has not run yet.
+        """
         if self.is_over or place is None or place[0] is not self.stack or place[1] == 0:
             return False
         assert self.run is not None
         name = self.stack.bodies[place[1]].name
         if place[1] != self.run.index:
             raise out_of_order(name, self.stack.bodies[self.run.index].name)
-        if self._is_handed(x):
+        if self._is_handed(x) or self._may_be_another(x, is_first):
             return True
-        if not torch.is_grad_enabled():
-            return True  # the pass goes on with what the layer got
         raise changed_between(name)
 
     def _is_handed(self, x: Tensor) -> bool:
         """Whether this is what the layer before returned, perhaps after hooks."""
         assert self.handed is not None
         value, version = self.handed
-        if value._version != version:
+        if version_of(value) != version:
             return False
         if x is value:
             return True
         if x.shape != value.shape:
             return False
-        return x.dtype != value.dtype or x.data_ptr() == value.data_ptr()
+        if x.dtype != value.dtype:
+            return True  # that is compared when the stream goes on
+        return x.data_ptr() == value.data_ptr() and (self.stack.is_ordinary or is_alias(x, value))
+
+    def _may_be_another(self, x: Tensor, is_first: bool) -> bool:
+        """Whether the pass goes on with what the layer got, although it is another tensor.
+
+        Where nothing is recorded, a hook may move it to another device. Its values are compared
+        when the layer runs for the first time.
+        """
+        if torch.is_grad_enabled() or not is_first:
+            return not torch.is_grad_enabled()
+        assert self.handed is not None
+        value, version = self.handed
+        if version_of(value) != version or x.shape != value.shape:
+            return False
+        return torch.equal(x.to(value.device, value.dtype), value)
 
     # --- a layer
 
@@ -191,7 +209,7 @@ class Chain:
         if run.index == len(run.program):
             self.finish()
         value, rest = run.hand_out((alias(run.read(step.target)), rest))
-        self.handed = Handed(value, value._version)
+        self.handed = Handed(value, version_of(value))
         self._look(value, rest)
         return value if rest is None else (value, *rest)
 
@@ -286,6 +304,18 @@ def is_cache(value: Any) -> bool:
     """Whether this is a cache of keys and values, as Hugging Face passes to layers."""
     is_named_so = any(kind.__name__ == "Cache" for kind in type(value).__mro__)
     return is_named_so and hasattr(value, "get_seq_length")
+
+
+def version_of(value: Tensor) -> int:
+    """How often a tensor was edited. Tensors of inference mode do not say."""
+    return 0 if value.is_inference() else value._version
+
+
+def is_alias(x: Tensor, value: Tensor) -> bool:
+    """Whether one tensor at the memory of another has its elements in their places, and passes
+    gradients on.
+    """
+    return x.stride() == value.stride() and x.requires_grad >= value.requires_grad
 
 
 # --- errors
