@@ -51,10 +51,15 @@ class LayerBody(nn.Module):
         args, kwargs = arguments
         returned = self.run(x, *args, **kwargs)
         output, *rest = returned if isinstance(returned, tuple) and returned else (returned,)
-        are_tensors = isinstance(x, Tensor) and isinstance(output, Tensor)
-        if not are_tensors or output.shape != x.shape:
+        if not has_same_shape(output, x):
             raise OtherShape(self.name, x, output)
         return WithAux(output, tuple(rest)) if isinstance(returned, tuple) else output
+
+
+def has_same_shape(output: Any, x: Any) -> bool:
+    if not isinstance(output, Tensor) or not isinstance(x, Tensor):
+        return False
+    return output.shape == x.shape
 
 
 class OtherShape(RetrogradError):
