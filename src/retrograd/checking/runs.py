@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from retrograd.checking.compare import copy_of
 from retrograd.checking.crawl import crawl, slots_of
 from retrograd.checking.generators import global_states, state_of
+from retrograd.checking.progress import Progress
 from retrograd.checking.restore import Snapshot
 from retrograd.core.private import pytree
 from retrograd.core.streams import flatten, unflatten
@@ -46,9 +47,14 @@ class Network:
     """
 
     def __init__(
-        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        progress: Progress | None = None,
     ) -> None:
         self.module = module
+        self.progress = progress or Progress(0, enabled=False)
         leaves, self._spec = flatten((args, kwargs))
         self._leaves = _copies(leaves)
         self._names: set[str] = set()  # of all gradients that are compared
@@ -73,6 +79,7 @@ class Network:
         after_forward: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """Forward and backward from the initial state, inside `watcher`."""
+        self.progress.advance()
         self.snapshot.restore()
         for parameter, _ in self._gradients_before:
             parameter.grad = None
