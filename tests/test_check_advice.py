@@ -14,6 +14,7 @@ from torch import nn
 import retrograd as rg
 from retrograd.checking import Problem
 from retrograd.checking.progress import Progress
+from retrograd.core.private import surrounding_hooks
 from tests import zoo
 from tests.test_check import WIDTH, example, mlp, stack_of
 
@@ -551,6 +552,65 @@ def test_converted_models_are_ok(rule):
     names = {f"layers.{i}" for i in range(4)}
     assert report.determinism.keys() == names
     assert {drift.name for drift in report.drift} <= names
+
+
+class DynamicCache(type("Cache", (), {})):
+    """As in Hugging Face's models, whose caches have a base class of that name."""
+
+    def __init__(self):
+        self.keys = []
+
+
+class WithCache(Model):
+    """Returns a cache that its layers fill. Converted layers get none."""
+
+    class Caching(Layer):
+        def forward(self, x, cache=None):
+            if cache is not None:
+                cache.keys.append(self.linear(x))
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__(self.Caching)
+
+    def forward(self, x):
+        cache = DynamicCache()
+        for layer in self.layers:
+            x = layer(x, cache=cache)
+        return {"output": self.head(x), "cache": cache}
+
+
+def test_a_cache_in_the_output_is_not_compared():
+    report = rg.check(rg.convert(WithCache()), example(2, 5, WIDTH))
+    assert report.ok and set(report.gradients.values()) == {0.0}, str(report)
+
+
+class NotesGraph(nn.Linear):
+    """Notes whether autograd saves its tensors, or a stack saves numbers for them."""
+
+    is_kept = False
+
+    def forward(self, x):
+        y = super().forward(x).tanh()
+        if not rg.is_recomputing():
+            type(self).is_kept = surrounding_hooks() is None
+        return y
+
+
+def test_other_outputs_when_reversed_are_named():
+    class ReturnsMore(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = stack_of(
+                lambda: NotesGraph(WIDTH, WIDTH), memory=rg.Reverse(keep_last=False)
+            )
+
+        def forward(self, x):
+            y = self.stack(x)
+            return (y * 2, y) if self.stack.blocks[0].f.is_kept else (y,)
+
+    report = rg.check(ReturnsMore(), example())
+    assert "returns 2 tensors with gradients in plain autograd and 1" in str(report)
 
 
 def test_names_are_paths_in_the_network_that_is_checked():

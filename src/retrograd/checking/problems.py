@@ -206,6 +206,14 @@ def _gradients(findings: Findings, is_explained: bool) -> list[Problem]:
 
 
 def _cause_of_wrong_gradient(findings: Findings) -> Cause:
+    kept = findings.kept
+    reversed_ = findings.reversed
+    if kept is not None and reversed_ is not None and kept.outputs != reversed_.outputs:
+        return Cause(
+            f"the network returns {len(kept.outputs)} tensors with gradients in plain autograd and "
+            f"{len(reversed_.outputs)} reversed, or others, so gradients cannot be compared.",
+            "return the same tensors; pass no cache in training (use_cache=False).",
+        )
     furthest = max(findings.drift, key=lambda drift: drift.relative, default=None)
     if furthest is not None and furthest.relative > findings.limit / 10:
         return cause_of_drift(_stack(findings, furthest.stack), findings)
