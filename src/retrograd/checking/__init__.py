@@ -43,9 +43,9 @@ __all__ = ["Advice", "Problem", "Report", "check"]
 
 def check(module: Any, /, *args: Any, **kwargs: Any) -> Report:
     """Run a network reversed and kept, and report whether they agree: gradients, drift,
-    determinism, state, memory, time.
+    determinism, state, memory, time. What is not wrong but could be better is advice.
 
-    Takes about fifteen steps. Some of them keep all activations, so choose arguments for which
+    Takes about twenty steps. Some of them keep all activations, so choose arguments for which
     these fit in memory. Everything is put back afterwards: parameters, gradients, buffers, random
     states, Python state of the functions.
 
