@@ -620,6 +620,24 @@ def test_names_are_paths_in_the_network_that_is_checked():
     assert "1.layers.3" in report.determinism
 
 
+class Widens(Layer):
+    """One of its kind changes the shape."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.cat((y, y), 1) if self.widens else y
+
+
+def test_a_layer_that_changes_the_shape_is_an_ordinary_one():
+    model = Model(Widens, count=6)
+    for i, layer in enumerate(model.layers):
+        layer.widens = i == 2
+    report = rg.check(rg.convert(model), example(2, 5, WIDTH))
+    assert report.ok and set(report.gradients.values()) == {0.0}, str(report)
+    assert report.determinism.keys() == {f"layers.{i}" for i in (0, 1, 3, 4, 5)}
+    assert [stack.name for stack in report.stacks] == ["layers", "layers from layers.3"]
+
+
 def test_the_settings_of_converted_models_are_put_back():
     model = rg.convert(Model())
     (stack,) = rg.stacks_of(model) if hasattr(rg, "stacks_of") else model.layers.retrograd.stacks

@@ -133,9 +133,14 @@ def collect(network: Network) -> Findings:
 def _settled(
     attempt: Callable[[Observer], StepResult | None], registry: StackRegistry
 ) -> StepResult | None:
-    """A kept step. A converted model chooses its grid in the first batch: then one more."""
-    first = attempt(KeepAll(registry))
-    return attempt(KeepAll(registry)) if registry.have_changed() else first
+    """A kept step. A converted model chooses its grid in the first batch, or, if a layer turns out
+    to change the shape, in the second one: then one or two more.
+    """
+    for _ in range(2):
+        result = attempt(KeepAll(registry))
+        if not registry.have_changed():
+            return result
+    return attempt(KeepAll(registry))
 
 
 def _attempt(network: Network, findings: Findings, observer: Observer) -> StepResult | None:
@@ -257,6 +262,8 @@ def _is_raised_by_compiler(error: BaseException) -> bool:
 
 
 def _add_notes(findings: Findings, network: Network) -> None:
+    if findings.has_pieces and not findings.stacks:
+        findings.notes.append("no stack ran, but functions in pieces (rg.Chunked)")
     if not network.snapshot.is_complete:
         findings.notes.append(
             "the network can reach more Python state than check searches: some of it may not have "

@@ -24,6 +24,7 @@ from retrograd.checking.compare import (
 from retrograd.checking.crawl import PLAIN_TYPES, crawl
 from retrograd.checking.fingerprints import Change, Fingerprint, changes_between, fingerprints
 from retrograd.checking.generators import unreplayed_states
+from retrograd.core.guards.arguments import OTHER
 from retrograd.core.streams import flatten
 from retrograd.core.updates import WithAux
 
@@ -156,7 +157,7 @@ def _argument_fingerprints(given: Given) -> dict[str, Fingerprint]:
     """The fingerprints of the objects in keyword arguments. Inputs are compared as tensors."""
     found: dict[str, Fingerprint] = {}
     for name, value in given[1].items():
-        if not isinstance(value, (Tensor, *PLAIN_TYPES)):
+        if not isinstance(value, (Tensor, *PLAIN_TYPES, *OTHER)):
             found |= fingerprints(name, value)
     return found
 

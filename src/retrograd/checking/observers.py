@@ -87,7 +87,7 @@ class StackRegistry:
         self.by_name: dict[str, StackRun] = {}
         self.pieces: set[int] = set()  # ids of `rg.Chunked` that ran
         self._caches: dict[int, StackCache] = {}  # by the stack's id
-        self._first_precisions: dict[int, Precision] = {}
+        self._precisions: dict[int, Precision] = {}  # by the stack's id
 
     def add(self, name: str, stack: StackModule, program: Program, update_names: list[str]) -> None:
         """A pass of a stack begins. Some stacks are built anew for each call."""
@@ -100,17 +100,16 @@ class StackRegistry:
                 self.network.compare_gradient(f"{update_name}: {weight_name}", weight)
 
     def have_changed(self) -> bool:
-        """Whether a stack has other settings than at first."""
-        first = self._first_precisions
-        return any(first[id(run.module)] is not run.module.precision for run in self)
-
-    def __iter__(self) -> Iterator[StackRun]:
-        return iter(self.by_name.values())
+        """Whether a stack has another precision than when this was asked last, or at first."""
+        before = self._precisions.copy()
+        for run in self.by_name.values():
+            self._precisions[id(run.module)] = run.module.precision
+        return any(self._precisions[key] is not precision for key, precision in before.items())
 
     def use_own_cache(self, stack: StackModule) -> None:
         """Give the stack a cache for the duration of the check, so that it remembers nothing."""
         if id(stack) not in self._caches:
-            self._first_precisions[id(stack)] = stack.precision
+            self._precisions[id(stack)] = stack.precision
             self._caches[id(stack)] = StackCache()
             for name in ("_cache", "precision", "chooses_grid"):
                 if name in vars(stack):

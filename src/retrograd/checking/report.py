@@ -256,7 +256,7 @@ class Report:
         flipped, total = map(sum, zip(*self.masks.values()))
         text = f"{total:,} masks, signs and indices"
         if flipped:
-            return "masks", "see below", f"{text}: {flipped:,} flipped in recompute"
+            return "masks", "note", f"{text}: {flipped:,} flipped in recompute"
         return "masks", "ok", f"{text}: the same in recompute"
 
     def _state_row(self) -> tuple[str, str, str]:
