@@ -105,6 +105,24 @@ class Gate(nn.Module):
         return x * self.linear(x).sigmoid()
 
 
+class GatedNorm(Gate):
+    """Without its weights, it is half of a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = norm()
+
+    def forward(self, x):
+        return self.norm(x) * self.linear(x).sigmoid()
+
+
+class Modulated(GatedNorm):
+    """Without its weights, it is a norm."""
+
+    def forward(self, x):
+        return self.norm(x) * (1 + self.linear(x)) + self.linear(x)
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -136,6 +154,8 @@ WITHOUT_SKIP = {
     "the identity matrix": (identity, TOKENS),
     "a norm": (norm, TOKENS),
     "a gate": (Gate, TOKENS),
+    "a gated norm": (GatedNorm, TOKENS),
+    "a norm that is modulated": (Modulated, TOKENS),
     "attention": (Attention, TOKENS),
     "convolutions": (Convolutions, IMAGE),
     "no weights": (lambda: torch.tanh, TOKENS),
