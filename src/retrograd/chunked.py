@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from retrograd.core.exact import Precision
 from retrograd.core.memory import Call, Reverse
+from retrograd.core.observe import observed_memory
 from retrograd.core.private import without_compiler
 from retrograd.core.program import make_step
 from retrograd.core.structure import StackCache
@@ -72,7 +73,7 @@ class Chunked(nn.Module):
                 "them."
             )
         pieces = x.chunk(self.chunks, self.dim)
-        if len(pieces) == 1 or is_plain(REBUILD):
+        if len(pieces) == 1 or is_plain(observed_memory(self, REBUILD)):
             results = [self.fn(piece, **kwargs) for piece in pieces]
         else:
             results = self._recorded(pieces, kwargs)

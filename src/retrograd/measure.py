@@ -246,15 +246,28 @@ class Counting(Observer):
         """The path of a stack; its class and a number if it is not a submodule of the network."""
         if id(stack) in self.paths:
             return self.paths[id(stack)]
+        path = self._path_of_list(stack)
+        if path is not None:
+            return path
         kind = type(stack).__name__
         count = sum(name.split(" ")[0] == kind for name, _ in self.stacks.values())
         return f"{kind} {count + 1}"
 
+    def _path_of_list(self, stack: Any) -> str | None:
+        """The path of the list of layers that `rg.convert` made a stack of. None: another stack."""
+        layers = [body.layer for body in getattr(stack, "bodies", ())]
+        if not layers or id(layers[0]) not in self.paths:
+            return None
+        first = self.paths[id(layers[0])]
+        path = first.rpartition(".")[0]
+        is_taken = any(name == path for name, _ in self.stacks.values())
+        return f"{path} from {first}" if is_taken else path
+
     def _name(self, stack: nn.Module, step: Step) -> str:
         """The name of an update: by its stack, or by its function if only that has a path."""
         inner: Any = step.fn
-        while id(stack) not in self.paths and hasattr(inner, "fn"):
-            inner = inner.fn
+        while id(stack) not in self.paths and (hasattr(inner, "fn") or hasattr(inner, "layer")):
+            inner = inner.fn if hasattr(inner, "fn") else inner.layer
             if id(inner) in self.paths:
                 return self.paths[id(inner)]
         path = self.stacks[id(stack)][0]

@@ -8,15 +8,18 @@ The network takes the same step again and again, from the same state:
 3. reversed, each update by itself: recompute gets the streams that forward saw, so a difference is
    caused by the function or by the coupling; meanwhile the function's Python state is watched;
 4. reversed, with each rebuilt stream compared: drift by depth;
-5. kept and reversed once more, for bytes and time.
+5. reversed, with the masks of functions (of ReLU, max-pooling) compared with forward;
+6. kept, with each function called with other inputs too: does it contain a skip of its own?
+7. kept and reversed once more, for bytes and time.
 
 To read in this order: `runs.py` (a step), `observers.py` (how the stacks run meanwhile),
-`findings.py` (the steps and their comparison), `problems.py` and `causes.py` (what is wrong and
-why), `report.py`.
+`findings.py` (the steps and their comparison), `problems.py`, `causes.py` and `advice.py` (what
+is wrong or could be better, and why), `report.py`.
 """
 
 from __future__ import annotations
 
+import inspect
 import platform
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -25,7 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from retrograd.checking.report import Both, Problem, Report, thinned
+from retrograd.checking.progress import Progress
+from retrograd.checking.report import Advice, Both, Problem, Report, thinned
 from retrograd.checking.runs import Network, run_eagerly
 from retrograd.core.private import is_fake
 from retrograd.core.streams import flatten
@@ -34,14 +38,14 @@ from retrograd.sequence import ReversibleSequence
 if TYPE_CHECKING:
     from retrograd.checking.findings import Findings
 
-__all__ = ["Problem", "Report", "check"]
+__all__ = ["Advice", "Problem", "Report", "check"]
 
 
 def check(module: Any, /, *args: Any, **kwargs: Any) -> Report:
     """Run a network reversed and kept, and report whether they agree: gradients, drift,
-    determinism, state, memory, time.
+    determinism, state, memory, time. What is not wrong but could be better is advice.
 
-    Takes about fifteen steps. Some of them keep all activations, so choose arguments for which
+    Takes about twenty steps. Some of them keep all activations, so choose arguments for which
     these fit in memory. Everything is put back afterwards: parameters, gradients, buffers, random
     states, Python state of the functions.
 
@@ -50,6 +54,8 @@ def check(module: Any, /, *args: Any, **kwargs: Any) -> Report:
         args, kwargs: the arguments, as in `module(*args, **kwargs)`. Tensors are copied. Gradients
             are compared for all parameters and arguments that require them. A scalar output is the
             loss; any other output gets a random gradient.
+        progress: whether a line on stderr says what is being done. None, the default: if stderr is
+            a terminal. If `forward` of the network has an argument of this name, it gets it.
 
     Returns:
         A `Report`: `report.ok`, `print(report)`, `report.to_json()`, `report.plot()`. Notebooks
@@ -62,16 +68,28 @@ def check(module: Any, /, *args: Any, **kwargs: Any) -> Report:
         >>> report.ok
         True
     """
-    from retrograd.checking.findings import collect  # here: not every script that trains checks
+    # Here, because not every script that trains checks.
+    from retrograd.checking.findings import STEPS, collect
 
     network_module = as_module(module)
+    progress = None if _takes_progress(network_module) else kwargs.pop("progress", None)
     _check_arguments(args, kwargs)
+    line = Progress(STEPS, progress)
     with run_eagerly(network_module):
-        network = Network(network_module, args, kwargs)
+        network = Network(network_module, args, kwargs, line)
         try:
             return _report(collect(network), network_module.training)
         finally:
+            line.close()
             network.release()
+
+
+def _takes_progress(module: nn.Module) -> bool:
+    """Whether the network has an argument of that name."""
+    try:
+        return "progress" in inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def as_module(module: Any) -> nn.Module:
@@ -120,6 +138,7 @@ def _check_arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> Non
 
 
 def _report(findings: Findings, training: bool) -> Report:
+    from retrograd.checking.advice import find_advice
     from retrograd.checking.problems import find_problems
 
     peak = None
@@ -133,14 +152,17 @@ def _report(findings: Findings, training: bool) -> Report:
         )
     functions = findings.functions
     changes = [change.text for record in functions for change in record.changes]
+    problems = find_problems(findings)
     return Report(
-        problems=tuple(find_problems(findings)),
+        problems=tuple(problems),
+        advice=tuple(find_advice(findings, problems)),
         stacks=tuple(stack.describe() for stack in findings.stacks),
         limit=findings.limit,
         gradients=findings.gradients,
         noise=max(findings.noise.values(), default=0.0),
         drift=tuple(findings.drift),
         determinism={record.name: record.difference for record in functions if record.comparisons},
+        masks={name: (one.flipped, one.total) for name, one in findings.masks.items()},
         state=tuple(dict.fromkeys(changes)),
         buffers=findings.buffers,
         random=findings.random,

@@ -36,6 +36,18 @@ class Cause(NamedTuple):
     key: str = ""
 
 
+def cause_of_changed_argument(record: FunctionRecord) -> Cause:
+    """Why a function that changes one of its arguments cannot run again."""
+    change = record.argument_changes[0]
+    return Cause(
+        "a cache in a keyword argument: forward fills it, and recompute does not get it as forward "
+        "did (a list as it was when the call began, an object as it is now).",
+        "pass no cache in training (use_cache=False); or let the function return what it adds, as "
+        "rg.WithAux(output, aux).",
+        f"argument {change.path}",
+    )
+
+
 FOLLOWS = Cause("it follows from the problems above.", "fix those first.")
 
 
@@ -185,7 +197,7 @@ def cause_of_misfit(coupling: Coupling) -> Cause:
 
 def cause_of_drift(stack: StackRun, findings: Findings) -> Cause:
     """Why rebuilt streams drift, though each update by itself is right."""
-    dtype = _half_precision(stack, findings)
+    dtype = findings.half_precision(stack)
     if dtype is not None:
         kind = str(dtype).removeprefix("torch.")
         return Cause(
@@ -208,7 +220,7 @@ def cause_of_drift(stack: StackRun, findings: Findings) -> Cause:
             "input.",
             "torch.use_deterministic_algorithms(True) shows kernels that are not deterministic.",
         )
-    if findings.epsilons.get(stack.name, 0.0) > 1e-4:
+    if findings.has_half_precision(stack):
         return Cause(
             "functions compute in half precision, so a small error in their input may change "
             "their output by a whole rounding step.",
@@ -221,11 +233,15 @@ def cause_of_drift(stack: StackRun, findings: Findings) -> Cause:
     )
 
 
-def _half_precision(stack: StackRun, findings: Findings) -> torch.dtype | None:
-    """The dtype of the stack's streams, if it is a narrow one."""
-    for (name, _), deviations in findings.update_deviations.items():
-        if name == stack.name:
-            for deviation in deviations.values():
-                if deviation.dtype in (torch.bfloat16, torch.float16):
-                    return deviation.dtype
-    return None
+def cause_of_flips(findings: Findings) -> Cause:
+    """Why a mask is another one in recompute, though the function did the same."""
+    names = sorted(findings.flipped, key=lambda name: -findings.flipped[name].flipped)
+    operations = sorted(set().union(*(flips.operations for flips in findings.flipped.values())))
+    flips = findings.flips
+    return Cause(
+        f"{flips.flipped:,} of {flips.total:,} masks, signs and indices ({', '.join(operations)}) "
+        f"flipped, most of them in {names[0]}: rebuilt inputs differ from those of forward by "
+        "rounding, and some crossed a kink. There the gradient is another one.",
+        "exact=True restores every bit, and so every mask; stream_dtype=torch.float64 makes flips "
+        "rare.",
+    )

@@ -10,6 +10,8 @@ from typing import Any
 from retrograd.checking.runs import Network
 from retrograd.measure import LiveBytes
 
+ROUNDS = 5
+
 
 class MemoryTrace(LiveBytes):
     """Live bytes after every operation of a step."""
@@ -33,9 +35,10 @@ class MemoryTrace(LiveBytes):
         return self.peak - self.gradient_bytes
 
 
-def memory_trace(network: Network, observer: AbstractContextManager[object]) -> MemoryTrace:
-    """The live bytes over one step."""
-    trace = MemoryTrace()
+def memory_trace(
+    network: Network, observer: AbstractContextManager[object], trace: MemoryTrace
+) -> MemoryTrace:
+    """Fill `trace` with the live bytes over one step."""
     with observer:
         result = network.step(trace, trace.end_forward)
     trace.gradient_bytes = sum(gradient.nbytes for gradient in result.gradients.values())
@@ -45,7 +48,7 @@ def memory_trace(network: Network, observer: AbstractContextManager[object]) -> 
 def median_seconds(
     network: Network,
     observers: Sequence[Callable[[], AbstractContextManager[object]]],
-    rounds: int = 5,
+    rounds: int = ROUNDS,
     time_limit: float = 10.0,
 ) -> list[float]:
     """The median time of a step under each observer. They take turns; after `time_limit` seconds no

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from retrograd.checking.compare import relative_differences, typical_size
-from retrograd.checking.costs import MemoryTrace, median_seconds, memory_trace
+from retrograd.checking.costs import ROUNDS, MemoryTrace, median_seconds, memory_trace
 from retrograd.checking.functions import FunctionRecord
+from retrograd.checking.masks import NO_FLIPS, Flips
 from retrograd.checking.observers import (
     DriftCheck,
     KeepAll,
+    MaskCheck,
     Observer,
     PerUpdateCheck,
     ReverseAll,
+    SkipCheck,
+    StackBytes,
     StackDeviations,
     StackRegistry,
     StackRun,
@@ -46,7 +53,38 @@ class Findings:
     evaluations: dict[str, tuple[int, int]] = field(default_factory=dict)  # kept, reversed
     seconds: Both | None = None
     traces: tuple[MemoryTrace, MemoryTrace] | None = None  # kept, reversed
+    stack_bytes: int | None = None  # that the stacks leave for backward, in plain autograd
+    masks: dict[str, Flips] = field(default_factory=dict)  # by function
+    skips: list[str] = field(default_factory=list)  # functions that contain one of their own
+    has_pieces: bool = False  # whether an `rg.Chunked` ran
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def flipped(self) -> dict[str, Flips]:
+        """The functions with masks that flipped."""
+        return {name: flips for name, flips in self.masks.items() if flips.flipped}
+
+    @property
+    def flips(self) -> Flips:
+        """Of all functions."""
+        return functools.reduce(operator.add, self.masks.values(), NO_FLIPS)
+
+    def half_precision(self, stack: StackRun) -> torch.dtype | None:
+        """The dtype of the stack's streams, if it is a narrow one."""
+        for (name, _), deviations in self.update_deviations.items():
+            if name == stack.name:
+                for deviation in deviations.values():
+                    if deviation.dtype in (torch.bfloat16, torch.float16):
+                        return deviation.dtype
+        return None
+
+    def has_half_precision(self, stack: StackRun) -> bool:
+        """Whether streams or functions of the stack are in half precision."""
+        return self.half_precision(stack) is not None or self.epsilons.get(stack.name, 0.0) > 1e-4
+
+
+# What `collect` does: how many steps and of which kind. `Progress` counts them.
+STEPS = 8 + 2 * ROUNDS + 2
 
 
 def collect(network: Network) -> Findings:
@@ -57,18 +95,23 @@ def collect(network: Network) -> Findings:
     kept = KeepAll(registry)
     reversed_ = ReverseAll(registry)
     kept_again = None
-    findings.kept = attempt(KeepAll(registry))
+    network.progress.enter("plain autograd")
+    findings.kept = _settled(attempt, registry)
     if findings.kept is not None:
         _require_gradients(findings.kept)
         kept_again = attempt(kept)
+    network.progress.enter("reversed")
     if attempt(ReverseAll(registry)) is not None:  # a budget makes its plan in the first step
         findings.reversed = attempt(reversed_)
     per_update = PerUpdateCheck(registry)
     drift = DriftCheck(registry)
     if findings.kept is not None:
+        network.progress.enter("reversed, each function run again on the same input")
         attempt(per_update)
+        network.progress.enter("reversed, each rebuilt stream compared")
         attempt(drift)
     findings.stacks = list(registry.by_name.values())
+    findings.has_pieces = bool(registry.pieces)
     findings.functions = list(per_update.records.values())
     findings.update_deviations = per_update.deviations
     findings.epsilons = drift.epsilons
@@ -80,9 +123,24 @@ def collect(network: Network) -> Findings:
             name: (count, reversed_.evaluations.get(name, 0))
             for name, count in kept.evaluations.items()
         }
+        _compare_masks(findings, network, registry)
+        _find_skips(findings, network, registry)
         _measure(findings, network, registry)
     _add_notes(findings, network)
     return findings
+
+
+def _settled(
+    attempt: Callable[[Observer], StepResult | None], registry: StackRegistry
+) -> StepResult | None:
+    """A kept step. A converted model chooses its grid in the first batch, or, if a layer turns out
+    to change the shape, in the second one: then one or two more.
+    """
+    for _ in range(2):
+        result = attempt(KeepAll(registry))
+        if not registry.have_changed():
+            return result
+    return attempt(KeepAll(registry))
 
 
 def _attempt(network: Network, findings: Findings, observer: Observer) -> StepResult | None:
@@ -156,13 +214,44 @@ def _compare(findings: Findings, kept_again: StepResult | None) -> None:
 def _measure(findings: Findings, network: Network, registry: StackRegistry) -> None:
     """Time and bytes of a kept and of a reversed step."""
     observers = [functools.partial(KeepAll, registry), functools.partial(ReverseAll, registry)]
+    network.progress.enter("time")
     findings.seconds = Both(*median_seconds(network, observers))
+    network.progress.enter("bytes")
+    with _in_dispatch_mode(findings, "bytes could not be counted"):
+        kept = MemoryTrace()
+        stacks = StackBytes(registry, lambda: kept.now)
+        memory_trace(network, stacks, kept)
+        findings.traces = kept, memory_trace(network, ReverseAll(registry), MemoryTrace())
+        findings.stack_bytes = stacks.bytes
+
+
+def _compare_masks(findings: Findings, network: Network, registry: StackRegistry) -> None:
+    """A reversed step in which the masks of functions are compared with forward."""
+    masks = MaskCheck(registry)
+    network.progress.enter("reversed, masks compared")
+    with _in_dispatch_mode(findings, "masks could not be compared"):
+        with masks:
+            network.step()
+        findings.masks = masks.flips
+
+
+def _find_skips(findings: Findings, network: Network, registry: StackRegistry) -> None:
+    """A kept step in which functions are also called with other inputs."""
+    skips = SkipCheck(registry)
+    network.progress.enter("plain autograd, functions searched for skips")
+    with contextlib.suppress(Exception), skips:  # functions may not support other inputs
+        network.step()
+    findings.skips = [name for name, is_found in skips.found.items() if is_found]
+
+
+@contextlib.contextmanager
+def _in_dispatch_mode(findings: Findings, what_fails: str) -> Iterator[None]:
+    """Turn an error into a note: some operations, such as torch.cond, fail in a dispatch mode."""
     try:
-        kept = memory_trace(network, KeepAll(registry))
-        findings.traces = kept, memory_trace(network, ReverseAll(registry))
-    except Exception as error:  # some operations, such as torch.cond, fail in a dispatch mode
+        yield
+    except Exception as error:
         text = " ".join(str(error).split())
-        findings.notes.append(f"bytes could not be counted ({type(error).__name__}: {text:.100})")
+        findings.notes.append(f"{what_fails} ({type(error).__name__}: {text:.100})")
         if _is_raised_by_compiler(error):
             torch.compiler.reset()  # else it would fail from now on, without a dispatch mode too
 
@@ -173,6 +262,8 @@ def _is_raised_by_compiler(error: BaseException) -> bool:
 
 
 def _add_notes(findings: Findings, network: Network) -> None:
+    if findings.has_pieces and not findings.stacks:
+        findings.notes.append("no stack ran, but functions in pieces (rg.Chunked)")
     if not network.snapshot.is_complete:
         findings.notes.append(
             "the network can reach more Python state than check searches: some of it may not have "

@@ -21,11 +21,14 @@ from retrograd.checking.compare import (
     largest_difference,
     rounding_limit,
 )
-from retrograd.checking.crawl import crawl
+from retrograd.checking.crawl import PLAIN_TYPES, crawl
 from retrograd.checking.fingerprints import Change, Fingerprint, changes_between, fingerprints
 from retrograd.checking.generators import unreplayed_states
+from retrograd.core.guards.arguments import OTHER
 from retrograd.core.streams import flatten
 from retrograd.core.updates import WithAux
+
+Given = tuple[Sequence[Any], dict[str, Any]]  # all arguments: what it reads, and by keyword
 
 
 class ForwardCall(NamedTuple):
@@ -42,13 +45,21 @@ class FunctionRecord:
     name: str
     fn: Callable[..., Any]
     comparisons: int = 0  # calls in recompute that were compared with forward
+    mismatches: int = 0  # those that were not, because they had other arguments
     difference: float = 0.0  # of the output, relative to its size; 0: bit-identical
     excess: float = 0.0  # the difference, relative to what rounding in its dtype explains
     edits_input: bool = False  # without autograd's knowledge
     target_path: str | None = None  # where the function holds the stream that it updates
     draws: set[str] = field(default_factory=set)  # global generators that are not replayed
     changes: list[Change] = field(default_factory=list)  # of Python state, in recompute
+    argument_changes: list[Change] = field(default_factory=list)  # of arguments, in forward
     raised: str | None = None  # in recompute
+
+    @property
+    def is_spoilt_by_arguments(self) -> bool:
+        """Whether it changes an argument, and recompute is not what forward was."""
+        is_same = not self.mismatches and not self.difference and self.raised is None
+        return bool(self.argument_changes) and not is_same
 
     def compare(self, again: list[Tensor], first: list[Tensor]) -> None:
         """Note how far the outputs of recompute are from those of forward."""
@@ -77,16 +88,18 @@ class WatchedFunction:
         self.replayed: Collection[int] = ()
         self.forward_calls: list[ForwardCall] = []
 
-    def forward(self, run: Callable[[], Any], given: object, target: Sequence[Tensor]) -> Any:
-        """Run the function in forward, and remember the call. `given`: all of its arguments."""
+    def forward(self, run: Callable[[], Any], given: Given, target: Sequence[Tensor]) -> Any:
+        """Run the function in forward, and remember the call."""
         inputs = _copies(given)
         if self.record.target_path is None:
             self.record.target_path = self._path_to(target, inputs)
+        before = _argument_fingerprints(given)
         output = self._run(run, given, inputs)
+        _add_new(self.record.argument_changes, before, _argument_fingerprints(given))
         self.forward_calls.append(ForwardCall(inputs, _copies(output)))
         return output
 
-    def recompute(self, run: Callable[[], Any], given: object) -> Any:
+    def recompute(self, run: Callable[[], Any], given: Given) -> Any:
         """Run the function again, and compare with the forward call that had the same input."""
         inputs = _copies(given)
         before = self._fingerprints()
@@ -96,15 +109,18 @@ class WatchedFunction:
             self.record.raised = f"{type(error).__name__}: {error}"
             raise
         finally:
-            known = self.record.changes
-            changes = changes_between(before, self._fingerprints())
-            known += [change for change in changes if change not in known]
+            _add_new(self.record.changes, before, self._fingerprints())
+        self._compare(inputs, output)
+        return output
+
+    def _compare(self, inputs: list[Tensor], output: Any) -> None:
+        """Compare with the forward call that had the same inputs."""
         for i, call in reversed(list(enumerate(self.forward_calls))):
             if are_same(call.inputs, inputs):
                 del self.forward_calls[i]
                 self.record.compare(_copies(output), call.outputs)
-                break
-        return output
+                return
+        self.record.mismatches += bool(self.forward_calls)
 
     def _run(self, run: Callable[[], Any], given: object, inputs: list[Tensor]) -> Any:
         """Call the function; note whether it drew random numbers or wrote to its input."""
@@ -128,6 +144,22 @@ class WatchedFunction:
             if is_target and not any(is_same(value, leaf) for leaf in inputs):
                 return reference.path
         return None
+
+
+def _add_new(
+    known: list[Change], before: dict[str, Fingerprint], after: dict[str, Fingerprint]
+) -> None:
+    """Add the changes between two sets of fingerprints that are not known yet."""
+    known += [change for change in changes_between(before, after) if change not in known]
+
+
+def _argument_fingerprints(given: Given) -> dict[str, Fingerprint]:
+    """The fingerprints of the objects in keyword arguments. Inputs are compared as tensors."""
+    found: dict[str, Fingerprint] = {}
+    for name, value in given[1].items():
+        if not isinstance(value, (Tensor, *PLAIN_TYPES, *OTHER)):
+            found |= fingerprints(name, value)
+    return found
 
 
 def _are_alike(first: list[Tensor], second: list[Tensor]) -> bool:

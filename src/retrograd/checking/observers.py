@@ -8,6 +8,9 @@ is written: nothing is wrapped or replaced.
 - `ReverseAll`: as the stacks are configured.
 - `DriftCheck`: every update rebuilt, every rebuilt stream compared with forward.
 - `PerUpdateCheck`: the same, but recompute gets the streams that forward saw.
+- `MaskCheck`: every update rebuilt, the masks of every function compared with forward.
+- `SkipCheck`: plain autograd, and each function is searched for a skip of its own.
+- `StackBytes`: plain autograd, and the bytes that the stacks leave for backward.
 """
 
 from __future__ import annotations
@@ -21,13 +24,16 @@ from torch import Tensor, nn
 from retrograd.checking.compare import Deviation, is_real_valued, largest, largest_difference
 from retrograd.checking.functions import FunctionRecord, WatchedFunction
 from retrograd.checking.holdings import Holdings
+from retrograd.checking.masks import NO_FLIPS, Flips, Mask, Masks, flips_between
 from retrograd.checking.report import Stack
 from retrograd.checking.runs import Network
-from retrograd.core.exact import Grid
+from retrograd.checking.skips import contains_skip
+from retrograd.core.exact import Grid, Precision
 from retrograd.core.guard import Guard
 from retrograd.core.guards.drift import Drift
 from retrograd.core.guards.modules import ModuleState
 from retrograd.core.memory import Keep, MemoryMode, Reverse
+from retrograd.core.private import run_in_mode
 from retrograd.core.program import Application, Program
 from retrograd.core.streams import State
 from retrograd.core.structure import StackCache, Structure, VerifyCalls
@@ -46,6 +52,12 @@ class StackRun(NamedTuple):
     module: StackModule
     update_names: list[str]  # in the network
     couplings: list[Coupling]  # of the updates
+
+    @property
+    def depth(self) -> int:
+        """The number of blocks."""
+        module: Any = self.module
+        return len(module) if hasattr(module, "__len__") else -(-len(self.couplings) // 2)
 
     @property
     def is_exact(self) -> bool:
@@ -73,7 +85,9 @@ class StackRegistry:
     def __init__(self, network: Network) -> None:
         self.network = network
         self.by_name: dict[str, StackRun] = {}
+        self.pieces: set[int] = set()  # ids of `rg.Chunked` that ran
         self._caches: dict[int, StackCache] = {}  # by the stack's id
+        self._precisions: dict[int, Precision] = {}  # by the stack's id
 
     def add(self, name: str, stack: StackModule, program: Program, update_names: list[str]) -> None:
         """A pass of a stack begins. Some stacks are built anew for each call."""
@@ -85,12 +99,22 @@ class StackRegistry:
             for weight_name, weight in _weights_used(step.fn):
                 self.network.compare_gradient(f"{update_name}: {weight_name}", weight)
 
+    def have_changed(self) -> bool:
+        """Whether a stack has another precision than when this was asked last, or at first."""
+        before = self._precisions.copy()
+        for run in self.by_name.values():
+            self._precisions[id(run.module)] = run.module.precision
+        return any(self._precisions[key] is not precision for key, precision in before.items())
+
     def use_own_cache(self, stack: StackModule) -> None:
         """Give the stack a cache for the duration of the check, so that it remembers nothing."""
         if id(stack) not in self._caches:
+            self._precisions[id(stack)] = stack.precision
             self._caches[id(stack)] = StackCache()
-            put_back = functools.partial(setattr, stack, "_cache", stack._cache)
-            self.network.on_release(put_back)
+            for name in ("_cache", "precision", "chooses_grid"):
+                if name in vars(stack):
+                    put_back = functools.partial(setattr, stack, name, vars(stack)[name])
+                    self.network.on_release(put_back)
         stack._cache = self._caches[id(stack)]
 
 
@@ -104,8 +128,10 @@ class Observer(Counting):
     def memory(self, stack: nn.Module, memory: MemoryMode) -> MemoryMode:
         if not self.is_mine(stack):
             return memory
-        assert isinstance(stack, StackModule)
-        self.registry.use_own_cache(stack)
+        if isinstance(stack, StackModule):
+            self.registry.use_own_cache(stack)
+        else:  # `rg.Chunked`
+            self.registry.pieces.add(id(stack))
         return self.mode(memory)
 
     def mode(self, memory: MemoryMode) -> MemoryMode:
@@ -191,7 +217,118 @@ class PerUpdateCheck(DriftCheck):
         return [*guards, _WatchFunctions(self, names, structure)]
 
 
+class MaskCheck(DriftCheck):
+    """Everything rebuilt, and the masks of every function compared with forward."""
+
+    def __init__(self, registry: StackRegistry) -> None:
+        super().__init__(registry)
+        self.flips: dict[str, Flips] = {}  # by function
+
+    def watch(
+        self, stack: str, program: Program, names: list[str], guards: list[Guard]
+    ) -> list[Guard]:
+        guards = [guard for guard in guards if not isinstance(guard, Drift)]
+        return [*guards, _CompareMasks(self.flips, names)]
+
+
+class SkipCheck(KeepAll):
+    """Plain autograd; each function is also called with other inputs, to find its own skip."""
+
+    def __init__(self, registry: StackRegistry) -> None:
+        super().__init__(registry)
+        self.found: dict[str, bool] = {}  # by function
+
+    def watch(
+        self, stack: str, program: Program, names: list[str], guards: list[Guard]
+    ) -> list[Guard]:
+        return [*super().watch(stack, program, names, guards), _FindSkips(self.found, names)]
+
+
+class StackBytes(KeepAll):
+    """Plain autograd; adds up by how much the live bytes grow while stacks run forward."""
+
+    def __init__(self, registry: StackRegistry, now: Callable[[], int]) -> None:
+        super().__init__(registry)
+        self.now = now  # how many bytes are alive
+        self.bytes = 0
+        self.depth = 0  # of stacks inside stacks
+
+    def watch(
+        self, stack: str, program: Program, names: list[str], guards: list[Guard]
+    ) -> list[Guard]:
+        return [*super().watch(stack, program, names, guards), _CountBytes(self)]
+
+
 # --- guards
+
+
+class _CompareMasks(Guard):
+    """Compares the masks of functions in recompute with those in forward."""
+
+    needs_output = True
+
+    def __init__(self, flips: dict[str, Flips], names: list[str]) -> None:
+        self.flips = flips
+        self.names = names
+        self.forward_masks: dict[int, list[Mask]] = {}  # by update
+        self.compared: set[int] = set()
+
+    def before_backward(self) -> bool:
+        return True  # functions run to their end
+
+    def call(self, update: Application, run: Callable[[], Any]) -> Any:
+        index = update.index
+        if isinstance(update.step.fn, nn.Identity) or index in self.compared:
+            return run()
+        masks = Masks()
+        output = run_in_mode(masks, run)
+        if index not in self.forward_masks:
+            self.forward_masks[index] = masks.found
+            return output
+        self.compared.add(index)
+        name = self.names[index]
+        flips = flips_between(self.forward_masks.pop(index), masks.found)
+        self.flips[name] = self.flips.get(name, NO_FLIPS) + flips
+        return output
+
+
+class _FindSkips(Guard):
+    """Looks at each function once."""
+
+    rebuilt_only = False
+
+    def __init__(self, found: dict[str, bool], names: list[str]) -> None:
+        self.found = found
+        self.names = names
+
+    def call(self, update: Application, run: Callable[[], Any]) -> Any:
+        output = run()
+        step = update.step
+        name = self.names[update.index]
+        # With a lossy coupling, the function is a whole layer: `rg.Residual` with `rg.Euler()`.
+        is_layer = getattr(step.coupling, "is_lossy", False)
+        if name not in self.found and not is_layer and not isinstance(step.fn, nn.Identity):
+            self.found[name] = contains_skip(step.fn, update.reads, update.arguments)
+        return output
+
+
+class _CountBytes(Guard):
+    """Live bytes before and after the forward of a stack."""
+
+    rebuilt_only = False
+
+    def __init__(self, observer: StackBytes) -> None:
+        self.observer = observer
+        self.begun = 0
+
+    def before_forward(self, state: State) -> None:
+        self.begun = self.observer.now()
+        self.observer.depth += 1
+
+    def after_forward(self, state: State) -> None:
+        self.observer.depth -= 1
+        if not self.observer.depth:
+            self.observer.bytes += self.observer.now() - self.begun
 
 
 class _CompareStreams(Guard):
@@ -236,6 +373,7 @@ class _WatchFunctions(Guard):
     """Compares what functions do in recompute with what they did in forward."""
 
     rebuilt_only = False
+    needs_output = True
 
     def __init__(
         self, observer: PerUpdateCheck, names: list[str], structure: Structure | None
@@ -254,6 +392,9 @@ class _WatchFunctions(Guard):
             return function.recompute(run, given)
         target = tuple(leaf.detach() for leaf in update.target)
         return function.forward(run, given, target)
+
+    def before_backward(self) -> bool:
+        return True  # functions run to their end
 
     def _watched(self, update: Application) -> WatchedFunction:
         if update.index not in self.functions:

@@ -27,6 +27,9 @@ def as_html(report: Report) -> str:
     if report.problems:
         rows = [(p.where, p.what, p.cause, p.fix) for p in report.problems]
         parts.append(_table([("where", "what", "likely cause", "fix"), *rows], has_head=True))
+    if report.advice:
+        rows = [(a.where, a.what, a.cause, a.fix) for a in report.advice]
+        parts.append(_table([("where", "advice", "likely cause", "what to do"), *rows], True))
     differences = _largest_differences(report)
     if differences:
         head = ("gradient", "relative difference")

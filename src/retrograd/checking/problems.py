@@ -12,8 +12,10 @@ from retrograd.checking.causes import (
     FOLLOWS,
     LEAVE_ALONE,
     Cause,
+    cause_of_changed_argument,
     cause_of_difference,
     cause_of_drift,
+    cause_of_flips,
     cause_of_misfit,
 )
 from retrograd.checking.compare import Deviation, rounding_limit, severity, worst
@@ -27,7 +29,7 @@ from retrograd.core.updates import Coupling
 
 def find_problems(findings: Findings) -> list[Problem]:
     """Everything that is wrong."""
-    if not findings.stacks:
+    if not findings.stacks and not findings.has_pieces:
         return [_no_stack()]
     roots = [*_of_functions(findings), *_of_couplings(findings)]
     errors = _of_errors(findings, bool(roots))
@@ -86,7 +88,10 @@ def _faults(record: FunctionRecord, limit: float) -> Iterator[_Fault]:
             "use the out-of-place operation, or start the function with x.clone().",
         )
         yield _Fault("input", "changed its input in place.", cause)
-    if record.raised is not None:
+    if record.is_spoilt_by_arguments:
+        what = f"changes a keyword argument: {record.argument_changes[0].text}."
+        yield _Fault("input", what, cause_of_changed_argument(record))
+    elif record.raised is not None:
         what = f"raised when it ran again: {record.raised}"
         yield _Fault("determinism", what, cause_of_difference(record))
     elif record.excess > 1 or (record.difference and not limit):
@@ -130,7 +135,11 @@ def _of_couplings(findings: Findings) -> Iterator[Problem]:
 
 
 def _misfits(findings: Findings) -> Iterator[_Misfit]:
-    differing = {record.name for record in findings.functions if record.difference or record.raised}
+    differing = {
+        record.name
+        for record in findings.functions
+        if record.difference or record.raised or record.mismatches
+    }
     for stack in findings.stacks:
         updates = zip(stack.update_names, stack.couplings)
         for index, (name, coupling) in enumerate(updates):
@@ -197,9 +206,19 @@ def _gradients(findings: Findings, is_explained: bool) -> list[Problem]:
 
 
 def _cause_of_wrong_gradient(findings: Findings) -> Cause:
+    kept = findings.kept
+    reversed_ = findings.reversed
+    if kept is not None and reversed_ is not None and kept.outputs != reversed_.outputs:
+        return Cause(
+            f"the network returns {len(kept.outputs)} tensors with gradients in plain autograd and "
+            f"{len(reversed_.outputs)} reversed, or others, so gradients cannot be compared.",
+            "return the same tensors; pass no cache in training (use_cache=False).",
+        )
     furthest = max(findings.drift, key=lambda drift: drift.relative, default=None)
     if furthest is not None and furthest.relative > findings.limit / 10:
         return cause_of_drift(_stack(findings, furthest.stack), findings)
+    if findings.flipped:
+        return cause_of_flips(findings)
     return Cause(
         "a choice inside a function (top-k, argmax, hashing, a threshold) that is another one for "
         "the rounded streams; or a gradient that is zero except for rounding.",

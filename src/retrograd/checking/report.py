@@ -30,12 +30,28 @@ ProblemKind = Literal[
     "nothing",
 ]
 
+AdviceKind = Literal["skip", "masks", "precision", "memory"]
+
 
 @dataclass(frozen=True)
 class Problem:
     """Something that is wrong, its likely cause, and the fix to type."""
 
     kind: ProblemKind
+    where: str
+    what: str
+    cause: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}\n  Cause: {self.cause}\n  Fix: {self.fix}"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something that is not wrong, but could be better: its likely cause, and what to type."""
+
+    kind: AdviceKind
     where: str
     what: str
     cause: str
@@ -96,6 +112,8 @@ class Report:
     """
 
     problems: tuple[Problem, ...] = ()
+    # What is not wrong, but could be better.
+    advice: tuple[Advice, ...] = ()
     stacks: tuple[Stack, ...] = ()
     # Of relative differences of gradients, and of drift; set by the narrowest dtype in use.
     limit: float = 0.0
@@ -106,6 +124,8 @@ class Report:
     drift: tuple[Drift, ...] = ()
     # By function: relative difference when it runs again on the same input. 0: bit-identical.
     determinism: dict[str, float] = field(default_factory=dict)
+    # By function: masks, signs and indices that were others in recompute, and how many there are.
+    masks: dict[str, tuple[int, int]] = field(default_factory=dict)
     # Python state that recompute changed.
     state: tuple[str, ...] = ()
     # By name: relative difference to plain autograd after a step.
@@ -153,8 +173,9 @@ class Report:
             lines += [*_aligned([("", "kept", "reversed", ""), *figures]), ""]
         lines += _aligned(list(self.findings()))
         for number, problem in enumerate(self.problems, 1):
-            first, *rest = str(problem).splitlines()
-            lines += ["", f"{number}. {first}", *(f"   {line}" for line in rest)]
+            lines += ["", *_numbered(f"{number}.", problem)]
+        for number, advice in enumerate(self.advice, 1):
+            lines += ["", *_numbered(f"Advice {number}.", advice)]
         return "\n".join(lines)
 
     def verdict(self) -> str:
@@ -164,7 +185,8 @@ class Report:
             return f"retrograd check: {count} problem{'s' if count > 1 else ''}."
         is_finite = not any("not all finite" in note for note in self.notes)
         where = "" if is_finite else " wherever these are finite"
-        return f"retrograd check: ok. Gradients and state are those of plain autograd{where}."
+        more = " See the advice below." if self.advice else ""
+        return f"retrograd check: ok. Gradients and state are those of plain autograd{where}.{more}"
 
     def subject(self) -> Iterator[str]:
         """What was checked."""
@@ -196,6 +218,8 @@ class Report:
             yield self._gradients_row()
         if self.drift:
             yield self._drift_row()
+        if any(total for _, total in self.masks.values()):
+            yield self._masks_row()
         if self.determinism:
             yield self._determinism_row()
             yield self._state_row()
@@ -222,7 +246,18 @@ class Report:
         name, difference = worst(self.determinism)
         text = f"up to {difference:.1e} off ({name})" if difference else "bit-identical"
         functions = f"{len(self.determinism)} functions run again on the same input"
-        return self._row("determinism", f"{functions}: {text}")
+        found = [problem for problem in self.problems if problem.kind == "determinism"]
+        if found and not difference:  # it raised
+            text = f"not all of them returned ({found[0].where})"
+        is_wrong = bool(found) or not difference <= self.limit
+        return "determinism", "WRONG" if is_wrong else "ok", f"{functions}: {text}"
+
+    def _masks_row(self) -> tuple[str, str, str]:
+        flipped, total = map(sum, zip(*self.masks.values()))
+        text = f"{total:,} masks, signs and indices"
+        if flipped:
+            return "masks", "note", f"{text}: {flipped:,} flipped in recompute"
+        return "masks", "ok", f"{text}: the same in recompute"
 
     def _state_row(self) -> tuple[str, str, str]:
         if self.state:
@@ -230,10 +265,15 @@ class Report:
         return "Python state", "ok", "not changed by recompute"
 
     def _buffers_row(self) -> tuple[str, str, str]:
-        wrong = [name for name, difference in self.buffers.items() if difference]
-        text = f"{len(self.buffers)}, the same as in plain autograd" if self.buffers else "none"
-        if wrong:
+        if not self.buffers:
+            return self._row("buffers", "none")
+        name, difference = worst(self.buffers)
+        text = f"{len(self.buffers)}, the same as in plain autograd"
+        if self._has("buffers"):
+            wrong = [name for name, off in self.buffers.items() if not off <= self.limit]
             text = f"not as in plain autograd: {', '.join(wrong[:3])}"
+        elif difference:
+            text = f"{len(self.buffers)}, at most {difference:.1e} off ({name})"
         return self._row("buffers", text)
 
     def _random_row(self) -> tuple[str, str, str]:
@@ -262,6 +302,11 @@ class Report:
         Needs matplotlib.
         """
         return figure.draw(self, path)
+
+
+def _numbered(number: str, remark: Problem | Advice) -> list[str]:
+    first, *rest = str(remark).splitlines()
+    return [f"{number} {first}", *(f"   {line}" for line in rest)]
 
 
 def thinned(bytes_: Sequence[int], forward: int, most: int = 400) -> Course:

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from retrograd.checking.compare import copy_of
 from retrograd.checking.crawl import crawl, slots_of
 from retrograd.checking.generators import global_states, state_of
+from retrograd.checking.progress import Progress
 from retrograd.checking.restore import Snapshot
+from retrograd.converting.run import without_cache
 from retrograd.core.private import pytree
 from retrograd.core.streams import flatten, unflatten
 from retrograd.stack import Stack
@@ -34,6 +36,7 @@ class StepResult:
 
     seconds: float = 0.0
     output_type: str = ""
+    outputs: list[torch.Size] = field(default_factory=list)  # the shapes of those with gradients
     gradients: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     random: dict[str, object] = field(default_factory=dict)  # the state of each generator
@@ -46,9 +49,14 @@ class Network:
     """
 
     def __init__(
-        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        progress: Progress | None = None,
     ) -> None:
         self.module = module
+        self.progress = progress or Progress(0, enabled=False)
         leaves, self._spec = flatten((args, kwargs))
         self._leaves = _copies(leaves)
         self._names: set[str] = set()  # of all gradients that are compared
@@ -73,6 +81,7 @@ class Network:
         after_forward: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """Forward and backward from the initial state, inside `watcher`."""
+        self.progress.advance()
         self.snapshot.restore()
         for parameter, _ in self._gradients_before:
             parameter.grad = None
@@ -129,7 +138,9 @@ class Network:
         args, kwargs = unflatten(leaves, self._spec)
         output = self.module(*args, **kwargs)
         result.output_type = type(output).__name__
-        return [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        losses = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        result.outputs = [tensor.shape for tensor in losses]
+        return losses
 
     def _wanted(self, leaves: list[Any]) -> dict[str, Tensor]:
         """The tensors whose gradients are compared. Forward may have frozen some parameters."""
@@ -195,13 +206,19 @@ def _input_name(path: Any) -> str:
     return f"{rest[0].key}{pytree.keystr(tuple(rest[1:]))}"
 
 
+_WITHOUT_OUTPUTS = (nn.Module, type, str, types.FunctionType)
+
+
 def _tensors(value: object, depth: int = 4) -> list[Tensor]:
-    """The tensors of a pytree, and those in attributes of objects in it."""
+    """The tensors of a pytree, and those in attributes of objects in it.
+
+    Not those of a cache of keys and values: a converted model makes none while it is trained.
+    """
     found: list[Tensor] = []
     for leaf in flatten(value)[0]:
         if isinstance(leaf, Tensor):
             found.append(leaf)
-        elif depth and not isinstance(leaf, (nn.Module, type, str, types.FunctionType)):
+        elif depth and not isinstance(leaf, _WITHOUT_OUTPUTS) and without_cache(leaf) is not None:
             attributes = _attributes(leaf)
             if attributes:
                 found += _tensors(attributes, depth - 1)

@@ -28,7 +28,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "check",
         help="prove a network of yours right: gradients, drift, determinism, state, memory and "
         "time, against plain autograd",
-        description="Runs a network reversed and with everything kept, about fifteen steps in all, "
+        description="Runs a network reversed and with everything kept, about twenty steps in all, "
         "and reports whether they agree; for each problem the likely cause and the fix. Exit code: "
         "0 if nothing is wrong, 1 if something is, 2 if it could not be run.",
     )
