@@ -426,7 +426,7 @@ def check_invertible(program: Program) -> None:
 
 def checked_memory(memory: Any) -> MemoryMode:
     if isinstance(memory, str):
-        return Budget(memory)
+        return budget_of(memory)
     if callable(getattr(memory, "plan", None)) and not isinstance(memory, type):
         return memory
     what = f"the class {memory.__name__}" if isinstance(memory, type) else repr(memory)
@@ -434,6 +434,16 @@ def checked_memory(memory: Any) -> MemoryMode:
         f"memory is {what}: pass rg.Reverse(), rg.Anchor(...), rg.Keep(), a budget such as "
         '"2 GiB" or "25%", or an object of your own with a method plan(call).'
     )
+
+
+def budget_of(text: str) -> Budget:
+    try:
+        return Budget(text)
+    except ValueError:
+        raise ValueError(
+            f'memory={text!r}: a string is a budget, such as "2 GiB" or a share of plain autograd '
+            'such as "25%". Other modes are objects: rg.Reverse(), rg.Anchor(...), rg.Keep().'
+        ) from None
 
 
 def checked_coupling(coupling: Any) -> Coupling:
