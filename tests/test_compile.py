@@ -87,7 +87,7 @@ def batch(n: int = 2, seed: int = 0) -> Tensor:
 
 
 def end_inspection(model: nn.Module, x: Any) -> None:
-    """Run the step that is inspected. In torch 2.9 functions run uncompiled in it."""
+    """Run the step that is inspected. In torch 2.9 and 2.10 functions run uncompiled in it."""
     if not private.RUNS_COMPILED_IN_MODES:
         zoo.gradients(model, model(x), x)
 

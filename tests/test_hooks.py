@@ -142,7 +142,7 @@ def test_tools_that_hook_modules_work():
     expected = zoo.gradients(stack, zoo.plain_stack(stack, x), x)
     for tool in (
         FlopCounterMode(display=False),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True),
     ):
         stack.zero_grad()
         x.grad = None

@@ -95,7 +95,7 @@ class Doubling(private.DispatchMode):
 
 
 def test_compiled_functions_run_in_a_mode():
-    """Torch 2.9 would compile them at each call. There they run uncompiled in the mode."""
+    """Torch 2.9 would compile them at each call, and 2.10 the mode. There they run uncompiled."""
     import torch._dynamo
     from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -137,6 +137,25 @@ def _saved_per_byte(before: Level, after: Level) -> float:
     return (before.seconds - after.seconds) / max(after.bytes - before.bytes, 1)
 
 
+def level_in(update: UpdateProfile, choice: Choice | None, state_bytes: int = 0) -> Level:
+    """The level of an update in a plan. None: everything is kept."""
+    return everything(update) if choice is None else level_of(update, choice, state_bytes)
+
+
+def choices_of(plan: Plan, length: int) -> list[Choice | None]:
+    """What a plan keeps of each update. None: everything."""
+    return [
+        None if index >= plan.keep_from else plan.choices.get(index, NOTHING)
+        for index in range(length)
+    ]
+
+
+def kept_bytes(plan: Plan, profile: Profile) -> int:
+    """The bytes that a plan keeps of a call, until backward gets to it."""
+    choices = choices_of(plan, len(profile.updates))
+    return sum(level_in(*pair).bytes for pair in zip(profile.updates, choices))
+
+
 # --- targets that are kept, and updates that run once more
 
 
@@ -176,10 +195,13 @@ def base_needs(
 # --- the plan of all updates
 
 
-def best_plans(profile: Profile, needs: Sequence[int], limit: int) -> tuple[list[Plan] | None, int]:
+def best_plans(
+    profile: Profile, needs: Sequence[int], limit: int, given: Sequence[Plan] = ()
+) -> tuple[list[Plan] | None, int]:
     """The plan of each call within `limit`; None if none fits. And the least limit that would do.
 
-    `needs` are the bytes at each update of the backward pass if nothing is kept.
+    `needs` are the bytes at each update of the backward pass if nothing is kept. The first calls
+    follow the `given` plans.
     """
     floor: int | None = None
     for distances in all_segments(profile.updates, profile.targets):
@@ -187,7 +209,7 @@ def best_plans(profile: Profile, needs: Sequence[int], limit: int) -> tuple[list
         peak = max(bases, default=0)
         if peak <= limit:
             room = [limit - base for base in bases]
-            return _Purchase(profile, room, distances).run(), peak
+            return _Purchase(profile, room, distances).run(given), peak
         floor = peak if floor is None else min(floor, peak)
     return None, floor or 0
 
@@ -244,10 +266,12 @@ class _Purchase:
         self.offers: list[_Offer] = []  # a heap
         self.serial = itertools.count()  # numbers the offers
 
-    def run(self) -> list[Plan]:
-        for index in range(len(self.updates)):
+    def run(self, given: Sequence[Plan] = ()) -> list[Plan]:
+        for call, plan in enumerate(given):
+            self._follow(call, plan)
+        for index in range(self.starts[len(given)], len(self.updates)):
             self._offer_next(index)
-        for call in range(len(self.cuts)):
+        for call in range(len(given), len(self.cuts)):
             self._offer_everything(call)
         while self.offers:
             offer = heapq.heappop(self.offers)
@@ -255,7 +279,15 @@ class _Purchase:
                 self._renew(offer)
             elif self._fits(offer):
                 self._accept(offer)
-        return [self._plan(call) for call in range(len(self.cuts))]
+        return [*given, *map(self._plan, range(len(given), len(self.cuts)))]
+
+    def _follow(self, call: int, plan: Plan) -> None:
+        """Take what a plan keeps, whether there is room or not."""
+        start = self.starts[call]
+        for index, choice in enumerate(choices_of(plan, self.cuts[call] - start), start):
+            level = level_in(self.updates[index], choice)
+            bytes_ = level.bytes - self.chosen[index].bytes
+            self.room[index + 1 :] = [free - bytes_ for free in self.room[index + 1 :]]
 
     def _offer(self, index: int, after: Level) -> None:
         before = self.chosen[index]

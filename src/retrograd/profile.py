@@ -85,6 +85,7 @@ class UpdateProfile:
     target_bytes: int | None = None  # of a target that has to be kept; None: it is rebuilt
     shapes: list[ShapeAndDtype] = field(default_factory=list)  # of all tensors that it saved
     gradients: dict[int, int] = field(default_factory=dict)  # bytes, by the parameter's id
+    arguments: set[Any] = field(default_factory=set)  # signatures: see `profiling.LaterArguments`
 
     @property
     def seconds(self) -> float:
@@ -186,6 +187,13 @@ def _gradients_in_backward(operations: Sequence[Operation], parameters: Sequence
     return list(existing)[::-1]
 
 
+def larger(update: UpdateProfile, other: UpdateProfile) -> UpdateProfile:
+    """The one of two profiles of an update that needs more."""
+    found = max(update, other, key=lambda one: (one.saved_bytes, one.forward_bytes))
+    found.arguments = update.arguments | other.arguments
+    return found
+
+
 class GradientsToCome(NamedTuple):
     """Gradients of parameters that do not exist yet when backward has passed an update."""
 
@@ -210,7 +218,8 @@ class Place(NamedTuple):
 class Profile:
     """What one forward pass of a program needs; remembers the plans that were made from it.
 
-    `profiling.Profiling` fills it during that pass.
+    `profiling.Profiling` fills it during that pass. `least` is one that is outdated: updates that
+    need less than they did then count as they did then.
     """
 
     def __init__(self, targets: Sequence[str]) -> None:
@@ -218,11 +227,16 @@ class Profile:
         self.updates = [UpdateProfile() for _ in self.targets]
         self.state_bytes = 0  # of all streams
         self.is_complete = False
+        self.is_outdated = False  # a later call had other arguments
+        self.least: Profile | None = None
         self._plans: Recent[tuple[PlanMaker, bool], list[Plan]] = Recent(PLANS)
 
     def complete(self, state_bytes: int) -> None:
         """The pass is over. Layers that do the same share one list of operations."""
         self.state_bytes = state_bytes
+        if self.least is not None and self.least.is_complete:
+            self.updates = list(map(larger, self.updates, self.least.updates))
+        self.least = None
         distinct: list[list[Operation]] = []
         for update in self.updates:
             same = next((found for found in distinct if found == update.operations), None)

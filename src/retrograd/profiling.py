@@ -37,13 +37,15 @@ class Profiling(Guard):
     def __init__(self, profile: Profile, cache: StackCache) -> None:
         self.profile = profile
         self.cache = weakref.proxy(cache)
+        self.measured = 0  # updates
+        self.is_over = False
 
     def _parameters(self, update: Application) -> list[Tensor]:
         assert self.cache.structure is not None
         return self.cache.structure.functions[update.index].parameters
 
     def call(self, update: Application, run: Callable[[], Any]) -> Any:
-        if self.profile.is_complete:  # this is the recompute
+        if self.is_over:  # this is the recompute
             return run_in_mode(PassiveMode(), run)
         recorder = OperationRecorder(update.saved, self._parameters(update))
         returned = run_in_mode(recorder, run)
@@ -53,6 +55,7 @@ class Profiling(Guard):
         return returned
 
     def after_update(self, update: Application) -> None:
+        self.measured += 1
         measured = self.profile.updates[update.index]
         measured.shapes = shapes_of(update.saved)
         if update.step.target_from == "kept":
@@ -66,7 +69,10 @@ class Profiling(Guard):
         )
 
     def after_forward(self, state: State) -> None:
-        self.profile.complete(sum(leaf.nbytes for leaves in state.values() for leaf in leaves))
+        """The pass is over. One that left out updates shows nothing of them."""
+        self.is_over = True
+        if self.measured == len(self.profile.updates):
+            self.profile.complete(sum(leaf.nbytes for leaves in state.values() for leaf in leaves))
 
 
 class RaiseNow(Guard):
@@ -77,7 +83,8 @@ class RaiseNow(Guard):
         self.planned = call
 
     def after_forward(self, state: State) -> None:
-        plan_of(self.memory, self.planned)
+        if self.planned.profile.is_complete:
+            plan_of(self.memory, self.planned)
 
 
 class StillFits(Guard):
@@ -93,6 +100,28 @@ class StillFits(Guard):
     def after_update(self, update: Application) -> None:
         if shapes_of(update.saved) != self.profile.updates[update.index].shapes:
             self.cache.numbers_matter = True
+
+
+class LaterArguments(Guard):
+    """Notices arguments of other shapes than when the profile was made.
+
+    Where the model passes arguments to each function by itself, only those of the first function
+    are part of the key. If others are new, the next call is measured again.
+    """
+
+    rebuilt_only = False
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+
+    def call(self, update: Application, run: Callable[[], Any]) -> Any:
+        known = self.profile.updates[update.index].arguments
+        signature = _signature(update.arguments)
+        if not self.profile.is_complete:
+            known.add(signature)
+        elif signature not in known:
+            self.profile.is_outdated = True
+        return run()
 
 
 def _numbers_of_key(cache: StackCache, leaves: list[Any]) -> tuple[tuple[Any, ...], bool]:
@@ -137,13 +166,17 @@ def plan_call(
     numbers, are_all = _numbers_of_key(cache, leaves)
     kinds = tuple([(step.target_from, getattr(step.coupling, "at", None)) for step in program])
     key = (kinds, *_call_key(structure, streams, keywords), *numbers)
-    profile = cache.profiles.find(key)
-    if profile is not None and profile.is_complete:
-        guards: list[Guard] = [] if are_all else [StillFits(profile, cache)]
-        return plan_of(memory, Call(targets, profile, accumulates)), guards
+    known = cache.profiles.find(key)
+    takes_later = getattr(stack, "takes_arguments_later", False)
+    if known is not None and known.is_complete and not known.is_outdated:
+        guards: list[Guard] = [] if are_all else [StillFits(known, cache)]
+        guards += [LaterArguments(known)] * takes_later
+        return plan_of(memory, Call(targets, known, accumulates)), guards
     profile = cache.profiles.add(key, Profile(targets))
+    profile.least = known
     later = Call(targets, profile, accumulates)
-    return Plan(len(program)), [Profiling(profile, cache), RaiseNow(memory, later)]
+    measuring = [Profiling(profile, cache), RaiseNow(memory, later)]
+    return Plan(len(program)), [*measuring, *[LaterArguments(profile)] * takes_later]
 
 
 def _call_key(structure: Structure, streams: Any, keywords: Any) -> tuple[Any, ...]:

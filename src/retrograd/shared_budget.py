@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from retrograd.budget import Budget
-from retrograd.core.memory import Call, MemoryMode, Plan
-from retrograd.profile import Place, Profile
+from retrograd.budget import Budget, BudgetError
+from retrograd.core.memory import Call, MemoryMode, Plan, Reverse
+from retrograd.planner import best_plans, kept_bytes
+from retrograd.profile import PLANS, Place, Profile
 from retrograd.recent import Recent
 
 FORWARDS = 32  # how many are remembered: one for each combination of shapes
@@ -35,21 +37,30 @@ def share_memory(model: nn.Module, stacks: Mapping[str, HasMemory], memory: Memo
     A budget is one for all of them. Where a mode keeps the last block, only the last stack does:
     those before it would hold theirs while backward is at later stacks.
     """
-    for stack in stacks.values():
-        release(stack.memory)
-    if isinstance(memory, Budget):
-        shared = memory = SharedBudget(memory)
-        shared.install(model)
-    outer = [path for path in stacks if not any(is_inside(path, other) for other in stacks)]
+    shared = SharedBudget(memory) if isinstance(memory, Budget) else None
+    modes = modes_of(list(stacks), shared or memory)
     before = [(stack, stack.memory) for stack in stacks.values()]
     try:
-        for path, stack in stacks.items():
-            stack.memory = memory if path == outer[-1] else without_last_block(memory)
+        for stack, mode in zip(stacks.values(), modes):
+            stack.memory = mode
     except Exception:
-        release(memory)
         for stack, mode in before:
             stack.memory = mode
         raise
+    for _, mode in before:
+        release(mode)
+    if shared is not None:
+        shared.install(model)
+
+
+def modes_of(paths: Sequence[str], memory: MemoryMode) -> list[MemoryMode]:
+    """The mode of each stack. A budget plans outer stacks; those inside of them are rebuilt."""
+    outer = [path for path in paths if not any(is_inside(path, other) for other in paths)]
+    inner = Reverse(keep_last=False) if isinstance(memory, SharedBudget) else memory
+    modes = [memory if path in outer else inner for path in paths]
+    return [
+        mode if path == outer[-1] else without_last_block(mode) for path, mode in zip(paths, modes)
+    ]
 
 
 def is_inside(path: str, other: str) -> bool:
@@ -64,7 +75,7 @@ def without_last_block(memory: MemoryMode) -> MemoryMode:
     return memory
 
 
-def release(memory: MemoryMode) -> None:
+def release(memory: MemoryMode | None) -> None:
     """Take the hooks of a shared budget off its model."""
     if isinstance(memory, SharedBudget):
         memory.remove()
@@ -76,6 +87,13 @@ class HasMemory(Protocol):
     memory: Any
 
 
+class PlansAfter(NamedTuple):
+    """Plans of calls, of which the first were given."""
+
+    given: Sequence[Plan]  # held, because they are found by identity
+    plans: list[Plan]
+
+
 class JointProfile(Profile):
     """The calls of several stacks, one after the other, as one list of updates."""
 
@@ -85,6 +103,7 @@ class JointProfile(Profile):
         self.calls = list(calls)
         self.updates = [update for call in calls for update in call.updates]
         self.is_complete = True
+        self.after: Recent[tuple[int, ...], PlansAfter] = Recent(PLANS)
 
     @property
     def lengths(self) -> list[int]:
@@ -97,6 +116,21 @@ class JointProfile(Profile):
             for call, others in zip(self.calls, held)
             for place in call.places()
         ]
+
+    def plans_after(self, given: Sequence[Plan], budget: Budget, fresh: bool) -> list[Plan]:
+        """The plan of each call under a budget, where the first ones follow these plans."""
+        plans = self.plans(budget, fresh)
+        if all(map(operator.is_, given, plans)):
+            return plans
+        key = (*map(id, given), fresh)
+        found = self.after.find(key) or self.after.add(key, self._made_after(given, budget, fresh))
+        return found.plans
+
+    def _made_after(self, given: Sequence[Plan], budget: Budget, fresh: bool) -> PlansAfter:
+        limit = budget.bytes_of(self.plain(fresh))
+        plans, _ = best_plans(self, self.needs(fresh), limit, given)
+        nothing = [Plan(keep_from=length) for length in self.lengths[len(given) :]]
+        return PlansAfter(given, [*given, *nothing] if plans is None else plans)
 
 
 class SharedBudget:
@@ -122,7 +156,7 @@ class SharedBudget:
     def install(self, model: nn.Module) -> None:
         self.handles = [
             model.register_forward_pre_hook(self._begin),
-            model.register_forward_hook(self._end),
+            model.register_forward_hook(self._end, always_call=True),
         ]
 
     def remove(self) -> None:
@@ -154,10 +188,27 @@ class SharedBudget:
             return nothing
         forward = self._forward(call)
         forward.calls.append(call.profile)
-        joint = self._expected(forward.calls)
-        if joint is None:
-            return nothing
-        return joint.plans(self.budget, not forward.accumulates)[len(forward.calls) - 1]
+        plan = self._least(forward) or nothing
+        forward.plans.append(plan)
+        return plan
+
+    def _least(self, forward: Forward) -> Plan | None:
+        """The plan of the newest call. Of the forwards that began like this one, the one that
+        leaves it least counts: it is not known yet which of them this is.
+        """
+        number = len(forward.plans)
+        found = []
+        error: BudgetError | None = None
+        for joint in self._expected(forward.calls):
+            try:
+                plans = joint.plans_after(forward.plans, self.budget, not forward.accumulates)
+                found.append(plans[number])
+            except BudgetError as too_small:
+                error = too_small
+        if error is not None and not found:
+            raise error
+        profile = forward.calls[number]
+        return min(found, key=lambda plan: kept_bytes(plan, profile), default=None)
 
     def _forward(self, call: Call) -> Forward:
         """The forward that a call belongs to. Without hooks, one ends where a call comes again."""
@@ -170,12 +221,10 @@ class SharedBudget:
             forward = self.under_way[thread] = Forward(False, call.accumulates)
         return forward
 
-    def _expected(self, begun: list[Profile]) -> JointProfile | None:
-        """The last forward that began with these calls."""
-        for calls, joint in reversed(self.forwards.items()):
-            if list(calls[: len(begun)]) == begun:
-                return joint
-        return None
+    def _expected(self, begun: list[Profile]) -> list[JointProfile]:
+        """The forwards that began with these calls."""
+        known = self.forwards.items()
+        return [joint for calls, joint in known if list(calls[: len(begun)]) == begun]
 
     def plans_of(self, calls: Sequence[Profile]) -> list[Plan]:
         """The plans of calls of which nothing else is remembered."""
@@ -189,3 +238,4 @@ class Forward:
         self.is_hooked = is_hooked  # its end will be told
         self.accumulates = accumulates  # parameters have gradients already
         self.calls: list[Profile] = []
+        self.plans: list[Plan] = []  # of these calls

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from retrograd.budget import MIB
-from retrograd.core.memory import NOTHING, Choice, Plan
-from retrograd.planner import everything, least_peak, level_of
+from retrograd.core.memory import Choice, Plan
+from retrograd.planner import choices_of, least_peak, level_in
 from retrograd.profile import Profile, UpdateProfile
 
 
@@ -102,9 +102,10 @@ def forecast(
     kept_before = 0
     waiting = 0  # targets that were made once more, and wait for backward to get there
     rows = []
-    each = zip(names, profile.updates, profile.places(), choices_of(plans, profile), needs)
+    choices = [c for plan, length in zip(plans, profile.lengths) for c in choices_of(plan, length)]
+    each = zip(names, profile.updates, profile.places(), choices, needs)
     for name, update, place, choice, need in each:
-        level = everything(update) if choice is None else level_of(update, choice, place.streams)
+        level = level_in(update, choice, place.streams)
         is_rerun = level.choice is not None and level.choice.rerun
         waiting = waiting + (update.target_bytes or 0) if is_rerun else 0
         row = Row(
@@ -133,15 +134,6 @@ def _time(rows: Sequence[Row], updates: Sequence[UpdateProfile]) -> float:
     forward = sum(update.seconds for update in updates)
     again = sum(row.again * update.seconds for row, update in zip(rows, updates))
     return 1 + again / (3 * forward) if forward else 1.0
-
-
-def choices_of(plans: Sequence[Plan], profile: Profile) -> list[Choice | None]:
-    """What plans keep of each update. None: everything."""
-    return [
-        None if index >= plan.keep_from else plan.choices.get(index, NOTHING)
-        for plan, length in zip(plans, profile.lengths)
-        for index in range(length)
-    ]
 
 
 def _describe(choice: Choice | None, update: UpdateProfile) -> str:

@@ -24,6 +24,8 @@ from retrograd.stack import Stack, checked_memory
 from retrograd.stepplan import StepPlan, forecast
 from retrograd.trace import TakeBack
 
+BATCHES = 3  # of a converted model, until its stacks and their grids are settled
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -146,25 +148,50 @@ class StackCall(NamedTuple):
 def measured_calls(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StackCall]:
     """All calls of stacks in one forward of a model, which is left as it was."""
     module = model if isinstance(model, nn.Module) else nn.Module()
-    caches = Undo()
+    undo = Undo()
     take_back = TakeBack([model, *flatten((args, kwargs))[0]])
-    recorder = CallRecorder(module, caches)
+    remember_conversions(module, undo)
+    recorder = CallRecorder(module, undo)
     try:
-        with torch.enable_grad(), recorder:
-            take_back.watched(lambda: model(*args, **kwargs))
+        for _ in range(BATCHES):
+            before = settings_of(module)
+            recorder = CallRecorder(module, undo)
+            with torch.enable_grad(), recorder:
+                take_back.watched(lambda: model(*args, **kwargs))
+            if settings_of(module) == before:
+                break
     finally:
         take_back.run()
-        caches.run()
+        undo.run()
     return recorder.stack_calls()
+
+
+def settings_of(model: nn.Module) -> list[Any]:
+    """What the first batches of a converted model change: which stacks it has, and their grids."""
+    return [(id(stack), stack.precision) for stack in stacks_of(model).values()]
+
+
+def remember_conversions(model: nn.Module, undo: Undo) -> None:
+    """Register how to take back what the first batches of a converted model change."""
+    for module in model.modules():
+        conversion = vars(module).get(ATTRIBUTE)
+        if not isinstance(conversion, Conversion):
+            continue
+        before = {name: value for name, value in vars(conversion).items() if name != "runs"}
+        before["unchecked"] = conversion.unchecked.copy()
+        undo.add(vars(conversion).update, before)
+        for stack in conversion.stacks:
+            names = ("precision", "chooses_grid")
+            undo.add(vars(stack).update, {name: vars(stack)[name] for name in names})
 
 
 class CallRecorder(Counting):
     """Measures every call of a stack, with nothing kept."""
 
-    def __init__(self, module: nn.Module, caches: Undo) -> None:
+    def __init__(self, module: nn.Module, undo: Undo) -> None:
         super().__init__(module)
-        self.caches = caches  # puts the caches of all stacks back
-        self.own: dict[int, Any] = {}  # the memory mode of each stack
+        self.undo = undo  # puts the caches of all stacks back
+        self.own: dict[int, tuple[nn.Module, Any]] = {}  # each stack, and its memory mode
         self.found_names: dict[int, list[str]] = {}
         self.calls: list[tuple[int, Profile]] = []  # which stack, and what it needs
 
@@ -173,8 +200,8 @@ class CallRecorder(Counting):
             return memory
         assert isinstance(stack, Stack)
         if id(stack) not in self.own:
-            self.own[id(stack)] = memory
-            self.caches.add(setattr, stack, "_cache", stack._cache)
+            self.own[id(stack)] = stack, memory
+            self.undo.add(setattr, stack, "_cache", stack._cache)
             stack._cache = StackCache()
         return Recording(self, id(stack))
 
@@ -184,7 +211,9 @@ class CallRecorder(Counting):
         return guards
 
     def stack_calls(self) -> list[StackCall]:
-        return [StackCall(self.found_names[i], self.own[i], profile) for i, profile in self.calls]
+        return [
+            StackCall(self.found_names[i], self.own[i][1], profile) for i, profile in self.calls
+        ]
 
 
 class Recording:

@@ -76,6 +76,7 @@ def convert(
     stacks = {one.name: one.stacks[0] for one in conversions}
     share_memory(model, stacks, memory)
     for conversion in conversions:
+        conversion.shared = conversion.stacks[0].memory
         conversion.group = conversions
         conversion.install()
     return model

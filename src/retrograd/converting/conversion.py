@@ -22,6 +22,7 @@ from retrograd.converting.finding import LayerList
 from retrograd.converting.layers import ConvertedLayers, LayerBody, OtherShape, not_a_chain
 from retrograd.converting.run import LayerRun, is_ordinary_pass
 from retrograd.core.errors import ConversionError
+from retrograd.core.memory import MemoryMode
 from retrograd.core.observe import observed_memory
 from retrograd.core.private import break_graph, without_compiler
 from retrograd.shared_budget import release, without_last_block
@@ -122,6 +123,7 @@ class Conversion:
         self.group = [self]  # the conversions that were made together
         self.unchecked = set(range(len(self.bodies)))  # layers that have not run yet
         self.is_reverted = False
+        self.shared: MemoryMode | None = None  # a budget that the lists share
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -175,8 +177,7 @@ class Conversion:
     def revert(self) -> None:
         """Give every `forward` back. Those that somebody has wrapped since then pass calls on."""
         self.is_reverted = True
-        for stack in self.stacks:
-            release(stack.memory)
+        release(self.shared)
         self.module.__dict__.pop(ATTRIBUTE, None)
         for module in (*self.callers, *(body.layer for body in self.bodies)):
             take_out(module, self)

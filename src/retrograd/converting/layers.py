@@ -35,11 +35,6 @@ class LayerBody(nn.Module):
         parameters = inspect.signature(layer.forward).parameters
         self.first_argument = next(iter(parameters), "")  # the name of the hidden state
 
-    @property
-    def fn(self) -> nn.Module:
-        """The layer, by whose path in the model measurements name its update."""
-        return self.layer
-
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The layer as it was before it was converted."""
         if self.own_forward is not None:
@@ -81,6 +76,8 @@ class ConvertedLayers(Residual):
 
     The model runs its layers one by one, and each call is one update.
     """
+
+    takes_arguments_later = True
 
     def __init__(self, bodies: Sequence[LayerBody], *, exact: Any, **settings: Any) -> None:
         self.chooses_grid = False

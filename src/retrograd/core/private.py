@@ -68,10 +68,11 @@ pytree = _pytree
 
 
 class _UncompiledMode(TorchDispatchMode):
-    """For torch 2.9: a mode in which compiled functions run as if they were not compiled.
+    """For torch 2.9 and 2.10: a mode in which compiled functions run as if they were not compiled.
 
-    There, the guards of compiled code fail in a mode (pytorch#164992). The code would be compiled
-    at each call, and after eight times no longer: recompute might run other code than forward.
+    In 2.9, the guards of compiled code fail in a mode (pytorch#164992): the code would be compiled
+    at each call, and after eight times no longer, so recompute might run other code than forward.
+    In 2.10, the compiler traces the mode itself.
     `torch.compiler.set_stance("force_eager")` would replace it, if `torch.cond` worked in it.
     """
 
@@ -93,7 +94,7 @@ class _UncompiledMode(TorchDispatchMode):
 
 
 class _UncompiledStance:
-    """What the compiler of torch 2.9 asks before each call of a compiled function."""
+    """What the compiler of these versions asks before each call of a compiled function."""
 
     backend = None
     skip_guard_eval_unsafe = False
@@ -104,7 +105,7 @@ class _UncompiledStance:
         return "default" if torch._dynamo.config.allow_empty_graphs else "force_eager"
 
 
-RUNS_COMPILED_IN_MODES = VERSION >= (2, 10)
+RUNS_COMPILED_IN_MODES = VERSION >= (2, 11)
 _Mode = TorchDispatchMode if TYPE_CHECKING or RUNS_COMPILED_IN_MODES else _UncompiledMode
 
 
