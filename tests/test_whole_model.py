@@ -350,3 +350,155 @@ def test_a_plan_of_a_converted_model():
     train_step(model)
     plan = rg.plan(model, X)
     assert plan.rows[0].name == "wide.0" and plan.rows[-1].name == "narrow.3"
+
+
+# --- forwards that differ
+
+
+class Branches(nn.Module):
+    """Forwards that begin with the same stack and go on with another."""
+
+    def __init__(self):
+        super().__init__()
+        depths = {"first": 6, "small": 2, "big": 6}
+        for name, depth in depths.items():
+            setattr(self, name, rg.Residual([Layer(16) for _ in range(depth)], skip=True))
+
+    def forward(self, x, goes_on):
+        x = self.first(x)
+        return self.big(x) if goes_on == "big" else self.small(x[:2])
+
+
+def peak_of(model, *args):
+    model.zero_grad()
+    with LiveBytes() as live:
+        model(*args).square().mean().backward()
+    gradients = [p.grad.nbytes for p in model.parameters() if p.grad is not None]
+    return live.peak - sum(gradients)
+
+
+def test_forwards_that_begin_alike():
+    """The first stack does not know yet which forward it is in."""
+    model = Branches()
+    limit = int(rg.plan(model, X, "small").plain * 1.05)
+    rg.set_memory(model, rg.Budget(limit))
+    for _ in range(2):
+        peaks = [peak_of(model, X, goes_on) for goes_on in ("small", "big")]
+    assert max(peaks) <= limit
+    with pytest.raises(rg.BudgetError, match="are less than"):
+        rg.set_memory(model, "1 KiB")
+        model(X, "big")
+
+
+class Sliced(Converted):
+    """Runs as many of its layers as it is told."""
+
+    def forward(self, x, count):
+        for layer in self.wide[:count]:
+            x = layer(x)
+        return x
+
+
+def test_a_pass_that_leaves_out_layers_measures_nothing():
+    model = rg.convert(Sliced(), rg.Euler(), exact=False, layers="wide")
+    limit = int(rg.plan(model, X, 4).plain * 0.5)
+    rg.set_memory(model, rg.Budget(limit))
+    peaks = [peak_of(model, X, count) for count in (2, 4, 4, 4, 2)]
+    assert max(peaks) <= limit
+
+
+class WithContext(nn.Module):
+    """Only its later layers get a context."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = nn.Linear(16, 16)
+
+        def forward(self, x, context=None):
+            if context is None:
+                return x + torch.tanh(self.q(x))
+            return x + (self.q(x) @ context.t()).softmax(-1) @ context
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(8))
+
+    def forward(self, x, context):
+        for i, layer in enumerate(self.layers):
+            x = layer(x, context if i % 2 else None)
+        return x
+
+
+def test_arguments_of_later_layers_are_measured():
+    short, long = torch.randn(8, 16), torch.randn(256, 16)
+    model = rg.convert(WithContext(), rg.Euler(), exact=False)
+    limit = int(rg.plan(model, X, long).floor * 1.2)
+    rg.set_memory(model, rg.Budget(limit))
+    for context in (short, short, long):  # the first long one is new
+        peak_of(model, X, context)
+    peaks = [peak_of(model, X, context) for context in (long, short, long, short, long)]
+    assert max(peaks) <= limit
+
+
+class Nested(nn.Module):
+    """A stack with stacks in its functions."""
+
+    def __init__(self):
+        super().__init__()
+        inner = lambda: rg.Residual([Layer(16) for _ in range(3)], skip=True)  # noqa: E731
+        functions = [nn.Sequential(inner(), nn.Linear(16, 16)) for _ in range(4)]
+        self.stack = rg.Residual(functions, skip=True)
+
+    def forward(self, x):
+        return self.stack(x)
+
+
+@pytest.mark.parametrize("share", ["80%", "100%"])
+def test_stacks_inside_of_functions_are_rebuilt(share):
+    model = Nested()
+    limit = rg.Budget(share).bytes_of(rg.plan(model, X).plain)
+    rg.set_memory(model, share)
+    inner = [stack.memory for path, stack in rg.stacks_of(model).items() if path != "stack"]
+    assert inner == [rg.Reverse(keep_last=False)] * 4
+    assert max(peak_of(model, X) for _ in range(3)) <= limit
+
+
+def test_plans_do_not_depend_on_addresses():
+    """What is freed inside of a function may be made again at the same address."""
+    assert len({rg.plan(Nested(), X) for _ in range(8)}) == 1
+
+
+# --- plans of converted models that have not run
+
+
+class Shrinks(Layer):
+    def forward(self, x):
+        return super().forward(x)[: len(x) // 2]
+
+
+def test_a_plan_of_a_model_that_has_not_run_is_that_of_one_that_has():
+    def build():
+        torch.manual_seed(0)
+        layers = [Layer(16) for _ in range(10)]
+        layers[4] = Shrinks(16)
+        return rg.convert(nn.Sequential(*layers), rg.Midpoint(), "50%", layers="")
+
+    fresh = build()
+    conversion = vars(fresh)["retrograd"]
+    before = conversion.parts, conversion.unchecked.copy(), conversion.stacks[0].exact
+    plan = rg.plan(fresh, X)
+    assert (conversion.parts, conversion.unchecked, conversion.stacks[0].exact) == before
+    settled = build()
+    train_step(settled)
+    train_step(settled)
+    assert rg.plan(settled, X) == plan
+    assert len(plan.rows) == 9
+
+
+def test_a_first_batch_is_that_of_training():
+    """Not that of a plan, which may have other values."""
+    model = rg.convert(Converted())
+    rg.plan(model, torch.zeros_like(X))
+    train_step(model, 1e5 * X)
+    train_step(model, 1e5 * X)

@@ -54,6 +54,7 @@ class LiveBytes(DispatchMode):
         super().__init__()
         self.now = 0
         self.peak = 0
+        self.made = 0  # bytes so far, freed or not
         # By the address of a storage, as long as it lives. The size of one from before is 0.
         self._sizes: dict[int, int] = {}
         self._watches: dict[int, weakref.ref[Any]] = {}
@@ -79,6 +80,7 @@ class LiveBytes(DispatchMode):
         self._sizes[key] = size
         self._watches[key] = weakref.ref(storage, lambda _: self._remove(key))
         self.now += size
+        self.made += size
         self.peak = max(self.peak, self.now)
 
     def _remove(self, key: int) -> None:

@@ -333,22 +333,26 @@ class OperationRecorder(LiveBytes):
         self.operations: list[Operation] = []
         self.calls: dict[Any, int] = {}
         self.edited: set[int] = set()  # storages that an in-place operation wrote to
+        # The memory of a freed tensor may be used again, at the same address. Plans must not depend
+        # on that: a negative number for each storage that is made.
+        self.numbers: dict[int, int] = {}  # by address, the newest there
+        self.count = itertools.count(-1, -1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         saves_before = len(self.saved)
-        bytes_before = self.now
+        bytes_before = self.made
         random_before = as_bytes(torch.get_rng_state())
         result = super().__torch_dispatch__(func, types, args, kwargs)
         drew = as_bytes(torch.get_rng_state()) != random_before
         if _is_mutable(func):
             written = _tensors((*args[:1], *kwargs.values()))
-            self.edited.update(map(storage_of, written))
+            self.edited.update(map(self._identity, written))
         flops = flops_of_operation(func, args, kwargs, result)
         inputs = list(_tensors(args))
         outputs = list(_tensors(result))
         speed = _speed(inputs)
-        allocated = distinct_bytes(outputs) if self.now != bytes_before else 0
+        allocated = distinct_bytes(outputs) if self.made != bytes_before else 0
         if not allocated:  # no memory is moved, and gradients need no memory of their own
             inputs = []
             outputs = []
@@ -363,12 +367,20 @@ class OperationRecorder(LiveBytes):
                 saves_before=saves_before,
                 # A random operation must run again, or all later ones would draw other numbers.
                 counted=flops is not None and not drew and not _is_random(func, args, kwargs),
-                storages=frozenset(map(storage_of, outputs)),
+                storages=frozenset(map(self._identity, outputs)),
                 parameters=self.parameter_storages.intersection(map(storage_of, inputs)),
                 arguments=self._arguments(func, args, kwargs) if allocated else None,
             )
         )
         return result
+
+    def _add(self, storage: Any, size: int) -> None:
+        super()._add(storage, size)
+        self.numbers[storage._cdata] = next(self.count)
+
+    def _identity(self, tensor: Tensor) -> int:
+        address = storage_of(tensor)
+        return self.numbers.get(address, address)
 
     def _arguments(self, func: Any, args: Any, kwargs: Any) -> Arguments | None:
         tensors = [*_tensors(args), *_tensors(list(kwargs.values()))]
@@ -398,8 +410,12 @@ class OperationRecorder(LiveBytes):
         Lets go of what autograd saved: the recorder is part of a reference cycle.
         """
         self.saved = ()
+        alive = {self.numbers[address]: address for address in self._sizes}
         return [
-            operation._replace(counted=operation.counted and not operation.storages & self.edited)
+            operation._replace(
+                counted=operation.counted and not operation.storages & self.edited,
+                storages=frozenset(alive.get(number, number) for number in operation.storages),
+            )
             for operation in self.operations
         ]
 

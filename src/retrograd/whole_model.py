@@ -109,11 +109,16 @@ def plan_in(memory: MemoryMode | None, calls: Sequence[StackCall]) -> StepPlan:
     if memory is not None:
         shared = SharedBudget(memory) if isinstance(memory, Budget) else memory
         calls = [call._replace(memory=shared) for call in calls]
-    modes = list({repr(call.memory): call.memory for call in calls}.values())
+    modes = list({repr(call.memory): shown_mode(call.memory) for call in calls}.values())
     joint = JointProfile([call.profile for call in calls])
     names = [name for call in calls for name in call.names]
     shown = modes[0] if len(modes) == 1 else modes
     return forecast(shown, plans_of(calls), joint, names, fresh=True)
+
+
+def shown_mode(memory: Any) -> Any:
+    """The mode as users write it."""
+    return memory.budget if isinstance(memory, SharedBudget) else memory
 
 
 def plans_of(calls: Sequence[StackCall]) -> list[Plan]:
