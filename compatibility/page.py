@@ -1,4 +1,4 @@
-"""The page: tables of verdicts, and a reason for each that is not "equal".
+"""The page: who is not equal in which row. The stored results have every row and every reason.
 
 It is made from stored results only.
 """
@@ -19,32 +19,35 @@ Result = dict[str, Any]  # group, title, contestant, version, verdict, detail, n
 
 PACKAGES = {"checkpoint": "torch", ON_DEVICE: "retrograd"}
 HEADINGS = {"checkpoint": "`torch.utils.checkpoint`"}
+SHORT = {"reformer-pytorch": "reformer", ON_DEVICE: "retrograd on the device"}
+EXPLAINED = ("retrograd", "checkpoint")
 CELLS = {EQUAL: "equal", WRONG: "**wrong**", RAISED: "raised", NOT_RUN: "–"}
 INTRODUCTION = """\
 # Compatibility
 
 How retrograd, `torch.utils.checkpoint` (`use_reentrant=False`, one call per block) and other
-reversible libraries work with the tools that PyTorch users use. Each row is one use of the real
-tool, in processes of its own; two for everything distributed. All contestants compute the same
-network. The results (gradients, parameters, buffers, random state, the values that hooks see) are
-compared with the same equations in plain autograd, in one process and without the tool: to 1e-9 in
-float64, unless the tool itself rounds. For revtorch and memcnn, the options that replay dropout are
-switched on.
+reversible libraries work with the tools that PyTorch users use. Each of the {rows} uses is of the
+real tool, in processes of its own; two for everything distributed. All contestants compute the
+same network. Gradients, parameters, buffers, random state and what hooks see are compared with
+plain autograd without the tool: to 1e-9 in float64, unless the tool itself rounds. For revtorch and
+memcnn, the options that replay dropout are on.
 
 - **equal**: it ran, and everything agrees.
 - **wrong**: it ran without an error, and something differs.
 - **raised**: it raised an error, crashed or hung.
-- **–**: not run on the test device, because plain autograd with the same tool fails there, or the
-  tool moves the model to the CPU.
+- **–**: not run on the test device (`tests/device`), because plain autograd fails there, or the
+  tool moves the model to the CPU. The device is not a GPU: it has what surrounds a GPU's kernels.
 
-The last column is retrograd with the model and the data on the test device (`tests/device`),
-compared with plain autograd on the same device. It is not a GPU: its memory and its kernels are
-those of the CPU. It has its own allocator, generators, autocast and autograd threads, as a GPU has.
+`make compatibility` makes this page (eight minutes). Tests run retrograd's two columns
+(`tests/test_compatibility.py`; `make test-integrations`), but of `torch.compile` only three rows on
+the device.
+"""
+WHOLE_TABLE = """\
+Below are the {differing} uses that are not equal for everyone; the other {equal} are. Every row
+and every reason are in [compatibility.jsonl](figures/compatibility.jsonl). How to use each tool
+with retrograd: [tools](tools.md).
 
-This page is written by `python -m compatibility` (`make compatibility`, eight minutes). Tests run
-retrograd's two columns (`tests/test_compatibility.py`; `make test` and `make test-integrations`),
-but of `torch.compile` only three rows on the device. How to use each tool with retrograd:
-[tools](tools.md).
+<!-- the whole table -->
 """
 
 
@@ -66,18 +69,40 @@ def summary(results: list[Result]) -> str:
 
 
 def render(results: list[Result]) -> str:
-    """The whole page."""
+    """The whole page. On the site, `docs/hooks.py` puts the table of all rows at its marker."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(result["group"], []).append(result)
-    header = _header(results, _contestants(results))
-    lines = [INTRODUCTION, summary(results)]
+    rows = sum(len(_by_title(members)) for members in groups.values())
+    differing = sum(len(_differing(members)) for members in groups.values())
+    counts = {"rows": rows, "differing": differing, "equal": rows - differing}
+    lines = [INTRODUCTION.format(**counts), summary(results), "", WHOLE_TABLE.format(**counts)]
     for group, members in groups.items():
-        lines += ["", f"## {group}", "", *header, *_verdicts(members), *_notes(members)]
-    lines += ["", "## Reasons", ""]
-    for members in groups.values():
-        lines += _reasons(members)
+        if _differing(members) or any(r["note"] for r in members):
+            lines += [f"## {group}", "", *_table(members), *_notes(members), ""]
+    lines += ["## Reasons", "", *_reasons(results)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _differing(results: list[Result]) -> dict[str, list[Result]]:
+    """The rows in which some contestant ran and is not equal."""
+    return {
+        title: row
+        for title, row in _by_title(results).items()
+        if any(r["verdict"] not in (EQUAL, NOT_RUN) for r in row)
+    }
+
+
+def _table(results: list[Result]) -> list[str]:
+    """For each row that is not equal for everyone, who is wrong and who raises."""
+    lines = [f"| | {CELLS[WRONG]} | {CELLS[RAISED]} |", "| --- | --- | --- |"]
+    for title, row in _differing(results).items():
+        names = [
+            ", ".join(SHORT.get(r["contestant"], r["contestant"]) for r in row if r["verdict"] == v)
+            for v in (WRONG, RAISED)
+        ]
+        lines.append(_table_row(title, names))
+    return lines
 
 
 def _contestants(results: list[Result]) -> list[str]:
@@ -114,35 +139,20 @@ def _by_title(results: list[Result]) -> dict[str, list[Result]]:
     return {title: rows[title] for title in dict.fromkeys(r["title"] for r in results)}
 
 
-def _verdicts(results: list[Result]) -> list[str]:
-    return [
-        _table_row(title, [CELLS[r["verdict"]] for r in row])
-        for title, row in _by_title(results).items()
-    ]
-
-
 def _notes(results: list[Result]) -> list[str]:
-    """Notes that rows have besides their verdicts, below the table of a group."""
-    noted = [r for row in _by_title(results).values() for r in row if r["note"]]
-    if not noted:
-        return []
-    return ["", *(f"- {_heading(r['contestant'])}: {r['note']}" for r in noted)]
+    """Notes that rows of ours have besides their verdicts, below the table of a group."""
+    noted = [r for r in results if r["note"] and r["contestant"] in EXPLAINED]
+    return ["", *(f"- {_heading(r['contestant'])}: {r['note']}" for r in noted)] if noted else []
 
 
 def _reasons(results: list[Result]) -> list[str]:
-    """For each row of a group why it is not equal; contestants with the same reason together."""
-    lines = []
-    for title, row in _by_title(results).items():
-        names_by_reason: dict[str, list[str]] = {}
-        for r in row:
-            if r["verdict"] != EQUAL:
-                reason = f"{r['verdict']}: {r['detail']}"
-                names_by_reason.setdefault(reason, []).append(_heading(r["contestant"]))
-        if names_by_reason:
-            lines.append(f"**{row[0]['group']}, {title}**\n")
-            lines += [f"- {', '.join(names)} {why}" for why, names in names_by_reason.items()]
-            lines.append("")
-    return lines
+    """Why a row is not equal, for those whose users read this page."""
+    return [
+        f"- {_heading(r['contestant'])}, {r['group']}, {r['title']}: {r['verdict']}. {r['detail']}"
+        for name in EXPLAINED
+        for r in results
+        if r["contestant"] == name and r["verdict"] != EQUAL
+    ]
 
 
 def brief(detail: str) -> str:

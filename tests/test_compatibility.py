@@ -117,8 +117,26 @@ def test_the_page_is_made_of_the_results():
     assert (DOCS / "compatibility.md").read_text() == page.render(RESULTS)
 
 
-def test_the_readme_has_its_summary():
-    assert page.summary(RESULTS) in (DOCS.parent / "README.md").read_text()
+def test_rows_that_are_equal_for_everyone_are_folded_and_the_others_are_not():
+    text = page.render(RESULTS)
+    for title in {r["title"] for r in RESULTS}:
+        row = [r for r in RESULTS if r["title"] == title]
+        differs = any(r["verdict"] in (WRONG, RAISED) for r in row)
+        assert (f"\n| {title} | " in text) == differs, title
+
+
+def test_the_readme_has_its_sums():
+    """Of our column, of checkpointing and of the best of the other libraries."""
+    readme = " ".join((DOCS.parent / "README.md").read_text().split())
+    equal = {
+        name: sum(r["contestant"] == name and r["verdict"] == EQUAL for r in RESULTS)
+        for name in SHOWN
+    }
+    ours, checkpoint = equal.pop("retrograd"), equal.pop("checkpoint")
+    equal.pop(ON_DEVICE)
+    best, rows = max(equal.values()), len(RESULTS) // len(SHOWN)
+    assert f"in {ours} of {rows} uses" in readme
+    assert f"{checkpoint} for `torch.utils.checkpoint`, at most {best} for" in readme
 
 
 def test_the_results_are_of_every_row_and_contestant():

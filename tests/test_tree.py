@@ -1,4 +1,4 @@
-"""The tree of the source in the README: every file is in it, and nothing else is."""
+"""The tree of the source in CONTRIBUTING.md: every file is in it, and nothing else is."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ LINE = re.compile(r"((?:│   |    )*)[├└]── (\S+) {2,}(\S.*)")  # inden
 
 def listed():
     """The paths of the tree, relative to the source, each with its words."""
-    (block,) = BLOCK.findall((ROOT / "README.md").read_text())
+    (block,) = BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text())
     found, parents = {}, []
     for line in block.splitlines():
         indent, name, words = LINE.fullmatch(line).groups()
@@ -20,7 +20,7 @@ def listed():
     return found
 
 
-def test_the_tree_in_the_readme_is_that_of_the_source():
+def test_the_tree_is_that_of_the_source():
     """A folder without lines of its own stands for all that is in it."""
     tree = listed()
     assert len(set(tree.values())) == len(tree), "words that are said twice"
