@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.cases import SIZES, Size
 from benchmarks.steps import measure
 from retrograd.files import write_whole
+from retrograd.line_labels import LineLabel, label_lines
 
 MIB = 2**20
 SHOWN = SIZES["shown"]
@@ -101,9 +102,10 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         handles, labels = axes.get_legend_handles_labels()
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8
-        )
+        if handles:
+            figure.legend(
+                handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8
+            )
         figure.savefig(folder / name, metadata={"Date": None})
         paths.append(folder / name)
     return paths
@@ -118,6 +120,7 @@ def _of_most_depths(rows: list[Row]) -> list[Row]:
 
 
 def _draw_memory(axes: Any, rows: list[Row], shape: str) -> None:
+    labels = []
     for name in dict.fromkeys(row["contestant"] for row in rows):
         if name.endswith(("%", "exact")):  # a share of plain autograd grows as plain autograd does
             continue
@@ -127,12 +130,15 @@ def _draw_memory(axes: Any, rows: list[Row], shape: str) -> None:
             if row["contestant"] == name
         ]
         width = 2.5 if name == "retrograd" else 1
-        axes.plot(*zip(*sorted(points)), marker="o", markersize=3, label=name, linewidth=width)
+        (line,) = axes.plot(*zip(*sorted(points)), marker="o", markersize=3, linewidth=width)
+        labels.append(LineLabel(*max(points), name, line.get_color()))
     axes.set_title(f"Activation memory against depth ({shape})")
     axes.set(xlabel="blocks", ylabel="MiB", xscale="log", yscale="log")
     depths = sorted({row["blocks"] for row in rows})
     axes.set_xticks(depths, [str(depth) for depth in depths])
     axes.minorticks_off()
+    axes.set_xlim(right=2.6 * depths[-1])  # room for names
+    label_lines(axes, labels, fontsize=8, va="center")
 
 
 def _draw_frontier(axes: Any, rows: list[Row], shape: str) -> None:

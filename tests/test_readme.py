@@ -1,4 +1,4 @@
-"""The README: what it shows runs as written, what it names exists, and it fits on a screen or two."""
+"""The README: it is short, what it shows runs as written, and what it names exists."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ class Block(nn.Module):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
         self.attn = nn.Linear(config.n_embd, config.n_embd)
-        self.mlp = nn.Sequential(nn.Linear(config.n_embd, 8), nn.GELU(), nn.Linear(8, config.n_embd))
+        self.mlp = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))

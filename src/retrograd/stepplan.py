@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from retrograd.budget import MIB
 from retrograd.core.memory import Choice, Plan
+from retrograd.line_labels import LineLabel, label_lines
 from retrograd.planner import choices_of, least_peak, level_in
 from retrograd.profile import Profile, UpdateProfile
 
@@ -78,18 +79,20 @@ class StepPlan:
             raise ImportError("StepPlan.draw needs matplotlib: pip install matplotlib") from error
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()
+        labels = []
         for plan in (self, *others):
             forward = [row.forward / MIB for row in plan.rows]
             backward = [row.backward / MIB for row in reversed(plan.rows)]
-            label = f"{plan.memory!r}: {plan.peak / MIB:.1f} MiB, time about {plan.time:.2f}"
-            axes.plot(range(2 * len(plan.rows)), forward + backward, label=label)
+            (line,) = axes.plot(range(2 * len(plan.rows)), forward + backward)
+            text = f"{plan.memory!r}: {plan.peak / MIB:.1f} MiB, time about {plan.time:.2f}"
+            labels.append(LineLabel(len(plan.rows), backward[0], text, line.get_color()))
         peak = (self.peak + self.gradients) / MIB
         axes.axvline(len(self.rows) - 0.5, color="gray", linewidth=0.5)
         axes.axhline(peak, color="gray", linewidth=0.5, linestyle="--")
         axes.set(xlabel="updates: forward, then backward", ylim=(0, None))
         axes.set(ylabel="MiB of activations and gradients")
-        figure.legend(loc="outside lower center", frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
+        label_lines(axes, labels, rise=0.05)
         figure.savefig(path)
 
 

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from retrograd.budget import MIB, human
+from retrograd.line_labels import LineLabel, label_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,21 +37,23 @@ def draw(report: Report, path: str | os.PathLike[str] | None = None) -> Figure:
 
 def _draw_memory(axes: Axes, courses: tuple[Course, Course], peaks: Both) -> None:
     names = ("kept", "reversed")
-    colours = ("#8c959f", "#0969da")
+    colours = ("#6e7781", "#0969da")
+    labels = []
     for name, colour, course, peak in zip(names, colours, courses, peaks):
         x = [_progress(i, course) for i in range(len(course.bytes))]
         y = [count / MIB for count in course.bytes]
-        label = f"{name}: {human(peak)} at most, less gradients"
-        axes.plot(x, y, color=colour, label=label)
+        axes.plot(x, y, color=colour)
+        text = f"{name}: {human(peak)} at most,\nless gradients"
+        labels.append(LineLabel(1, y[min(course.forward, len(y) - 1)] if y else 0, text, colour))
         axes.fill_between(x, y, color=colour, alpha=0.15, linewidth=0)
     axes.axvline(1, color="gray", linewidth=0.5)
     largest = max(max(course.bytes, default=1) for course in courses)
-    axes.set(xlim=(0, 2), ylim=(0, 1.3 * largest / MIB))  # with room for the legend
+    axes.set(xlim=(0, 2), ylim=(0, 1.3 * largest / MIB))  # with room for names
     axes.set_xticks([0.5, 1.5], ["forward", "backward"])
     axes.tick_params(axis="x", length=0)
     axes.set_ylabel("MiB of activations and gradients")
     axes.set_title("memory over the course of one step")
-    axes.legend(frameon=False, loc="upper left")
+    label_lines(axes, labels, rise=0.05)
 
 
 def _progress(i: int, course: Course) -> float:
@@ -62,10 +65,13 @@ def _progress(i: int, course: Course) -> float:
 
 def _draw_drift(axes: Axes, report: Report) -> None:
     title = "drift of rebuilt streams"
+    labels = []
     for name, points in _lines(report.drift):
         x = [point.update for point in points]
         y = [point.relative or math.nan for point in points]  # a log axis has no zero
-        axes.plot(x, y, label=name)
+        (line,) = axes.plot(x, y)
+        drawn = [(a, b) for a, b in zip(x, y) if not math.isnan(b)]
+        labels += [LineLabel(*point, name, line.get_color()) for point in sorted(drawn)[:1]]
     if report.limit:
         axes.axhline(report.limit, color="gray", linewidth=0.5, linestyle="--")
         title += f" (dashed: limit {report.limit:.0e})"
@@ -79,7 +85,7 @@ def _draw_drift(axes: Axes, report: Report) -> None:
     axes.set_xlabel("update that backward has rebuilt the streams to")
     axes.set_ylabel("relative error")
     axes.set_title(title)
-    axes.legend(frameon=False)
+    label_lines(axes, labels)
 
 
 def _lines(drift: tuple[Drift, ...]) -> list[tuple[str, list[Drift]]]:
