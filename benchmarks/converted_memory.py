@@ -99,9 +99,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     few, many = DEPTHS
     head = [
         "Llama",
-        f"MB, {few} layers",
-        f"MB, {many} layers",
-        "KB for each layer more",
+        f"MiB, {few} layers",
+        f"MiB, {many} layers",
+        "KiB for each layer more",
         f"FLOPs, {few} layers",
         f"FLOPs, {many} layers",
     ]
@@ -113,7 +113,7 @@ def line(rows: list[dict[str, Any]], name: str) -> str:
     few, many = (row_of(rows, name, depth) for depth in DEPTHS)
     slope = (many["bytes"] - few["bytes"]) / (DEPTHS[1] - DEPTHS[0])
     flops = [row["flops"] / row_of(rows, PLAIN, row["depth"])["flops"] for row in (few, many)]
-    cells = [name, *(f"{row['bytes'] / 1e6:.2f}" for row in (few, many)), f"{slope / 1e3:.1f}"]
+    cells = [name, *(f"{row['bytes'] / 2**20:.2f}" for row in (few, many)), f"{slope / 2**10:.1f}"]
     return f"| {' | '.join([*cells, *(f'{value:.2f}' for value in flops)])} |"
 
 

@@ -98,7 +98,7 @@ def _table(results: list[Result]) -> list[str]:
     lines = [f"| | {CELLS[WRONG]} | {CELLS[RAISED]} |", "| --- | --- | --- |"]
     for title, row in _differing(results).items():
         names = [
-            ", ".join(SHORT.get(r["contestant"], r["contestant"]) for r in row if r["verdict"] == v)
+            ", ".join(_short(r["contestant"]) for r in row if r["verdict"] == v)
             for v in (WRONG, RAISED)
         ]
         lines.append(_table_row(title, names))
@@ -112,6 +112,10 @@ def _contestants(results: list[Result]) -> list[str]:
 
 def _heading(contestant: str) -> str:
     return HEADINGS.get(contestant, contestant)
+
+
+def _short(contestant: str) -> str:
+    return SHORT.get(contestant, contestant)
 
 
 def _with_version(contestant: str, version: str) -> str:

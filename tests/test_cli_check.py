@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from retrograd import cli
+from retrograd.cli import colours
 
 NETWORKS = """
 import random
@@ -202,6 +204,31 @@ def test_mistakes_are_told_in_one_line(verb, mistake, capsys):
 def test_files_that_cannot_be_are_told_before_the_work(arguments, text, capsys):
     assert cli.main(["check", "my_networks:fails", *arguments]) == 2  # the factory is not called
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["check", "plan"])
+def test_a_picture_that_cannot_be_drawn_fails(verb, monkeypatch, capsys):
+    """Before the work, with what to type."""
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    assert cli.main([verb, "my_networks:fails", "--plot", "report.png"]) == 1
+    printed = capsys.readouterr()
+    assert "pip install 'retrograd[plots]'" in printed.err
+    assert printed.err.count("\n") == 1 and not printed.out
+
+
+def test_colours_are_for_terminals(monkeypatch, capsys):
+    text = "retrograd check: ok. Fine.\n  drift    ok  none\n  buffers  WRONG  one"
+    colours.show(text)
+    assert capsys.readouterr().out == f"{text}\n"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    colours.show(text)
+    printed = capsys.readouterr().out
+    assert "\x1b[32mok" in printed and "\x1b[1;31mWRONG" in printed
+    assert re.sub(r"\x1b\[[\d;]*m", "", printed) == f"{text}\n"
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    colours.show(text)
+    assert capsys.readouterr().out == f"{text}\n"
 
 
 def test_a_plan(tmp_path, capsys):

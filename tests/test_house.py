@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import retrograd as rg
 from benchmarks import house
 
@@ -52,7 +54,22 @@ def test_the_public_names_are_frozen():
         for alias in node.names
     ]
     assert exported == PUBLIC
+    assert sorted(rg.__all__) == sorted(PUBLIC)
     assert all(getattr(rg, name).__doc__ for name in PUBLIC)
+
+
+def test_completion_shows_public_names_only():
+    assert dir(rg) == sorted([*PUBLIC, "__version__"])
+    assert dir(rg.measure) == ["Flops", "LiveBytes", "Measurement", "activation_bytes", "step"]
+
+
+def test_a_name_that_goes_is_there_for_one_release_and_warns(monkeypatch):
+    monkeypatch.setitem(rg._RENAMED, "OldKeep", "Keep")
+    with pytest.warns(DeprecationWarning, match="retrograd.OldKeep is now retrograd.Keep") as seen:
+        assert rg.OldKeep is rg.Keep
+    assert seen[0].filename == __file__
+    with pytest.raises(AttributeError, match="no attribute 'Kept'"):
+        rg.Kept  # noqa: B018
 
 
 def test_errors_are_children_of_one():

@@ -82,3 +82,76 @@ from retrograd import measure as measure
 from retrograd.checking import Report as Report, check as check
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Additive",
+    "Affine",
+    "Anchor",
+    "AtRest",
+    "Bdia",
+    "Blend",
+    "Budget",
+    "BudgetError",
+    "Call",
+    "Choice",
+    "Chunked",
+    "ConversionError",
+    "Coupling",
+    "CouplingError",
+    "DriftError",
+    "DriftWarning",
+    "Duplicate",
+    "Euler",
+    "Grid",
+    "GridError",
+    "InPlaceError",
+    "Keep",
+    "Leapfrog",
+    "MemoryMode",
+    "Midpoint",
+    "Momentum",
+    "OutputError",
+    "Plan",
+    "RecomputeError",
+    "Report",
+    "Residual",
+    "RetrogradError",
+    "Reverse",
+    "Reversible",
+    "ReversibleSequence",
+    "Scaled",
+    "Split",
+    "StepPlan",
+    "Transform",
+    "TwoStep",
+    "Update",
+    "WithAux",
+    "check",
+    "compat",
+    "convert",
+    "is_recomputing",
+    "measure",
+    "plan",
+    "revert",
+    "set_memory",
+    "stacks_of",
+]
+
+# A public name that goes stands here for one minor release: its old name, and its new one.
+_RENAMED: dict[str, str] = {}
+
+
+def __dir__() -> list[str]:
+    """What completion shows."""
+    return [*__all__, "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _RENAMED:
+        raise AttributeError(f"module 'retrograd' has no attribute {name!r}", name=name)
+    import warnings
+
+    new = _RENAMED[name]
+    message = f"retrograd.{name} is now retrograd.{new}, and goes in the next minor release."
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return globals()[new]

@@ -13,8 +13,8 @@ from retrograd.core.errors import RetrogradError
 from retrograd.core.memory import Call, Plan
 from retrograd.planner import best_plans
 from retrograd.profile import Profile
+from retrograd.sizes import human
 
-MIB = 2**20
 UNITS = {
     "": 1,
     "b": 1,
@@ -103,15 +103,6 @@ def _parse(limit: str, plain: int) -> int | None:
     if unit in UNITS:
         return int(number * UNITS[unit])
     return None
-
-
-def human(bytes_: float) -> str:
-    """A size to print: `1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if bytes_ < 1024:
-            return f"{bytes_:.3g} {unit}"
-        bytes_ /= 1024
-    return f"{bytes_:.3g} GiB"
 
 
 def _too_small(budget: Budget, limit: int, floor: int, plain: int, fresh: bool) -> str:

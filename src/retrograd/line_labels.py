@@ -26,8 +26,9 @@ def label_lines(axes: Axes, labels: Sequence[LineLabel], rise: float = 0.01, **s
     """
     from matplotlib.patheffects import withStroke
 
-    axes.figure.draw_without_rendering()  # the limits of the axes are final then
-    to_axes = axes.transData + axes.transAxes.inverted()
+    axes.get_xlim()  # fits the limits to what is drawn
+    axes.get_ylim()
+    to_axes = axes.transScale + axes.transLimits
     below = 0.0
     for label in sorted(labels, key=lambda label: label.y):
         x, y = to_axes.transform((label.x, label.y))
@@ -35,4 +36,5 @@ def label_lines(axes: Axes, labels: Sequence[LineLabel], rise: float = 0.01, **s
         below = y + GAP * (1 + label.text.count("\n"))
         halo = [withStroke(linewidth=3, foreground="white")]  # where a line passes under the text
         options = {"va": "bottom", "color": label.colour, "path_effects": halo, **style}
-        axes.text(x + 0.015, y, label.text, transform=axes.transAxes, **options)
+        text = axes.text(x + 0.015, y, label.text, transform=axes.transAxes, **options)
+        text.set_parse_math(False)  # names may have a "$"

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,14 @@ from retrograd.core.program import Application, Program, Step
 from retrograd.core.streams import flatten
 from retrograd.core.tensors import storage_of
 from retrograd.core.walk import is_recomputing
+from retrograd.html_tables import html_table
+from retrograd.sizes import human
+
+__all__ = ["Flops", "LiveBytes", "Measurement", "activation_bytes", "step"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class LiveBytes(DispatchMode):
@@ -151,6 +159,32 @@ class Measurement:
     kept: dict[str, int] = field(default_factory=dict)
     # As activation_bytes, but reported by the allocator; None on a CPU, or if it reports nothing.
     allocated: int | None = None
+
+    def __str__(self) -> str:
+        rows = (f"  {where:<32} {runs:>4}   {size}" for where, runs, size in self._table())
+        head = f"  {'function':<32} {'runs':>4}   kept by forward"
+        return "\n".join([self._summary(), head, *rows])
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        head = ("function", "runs", "kept by forward")
+        return f"<p>{self._summary()}</p>{html_table([head, *self._table()], has_head=True)}"
+
+    def _summary(self) -> str:
+        parts = [f"activations {human(self.activation_bytes)}", f"{self.flops / 1e9:.3g} GFLOPs"]
+        if self.allocated is not None:
+            parts.append(f"{human(self.allocated)} by the allocator")
+        return ", ".join(parts)
+
+    def _table(self) -> Iterator[tuple[str, str, str]]:
+        """Neighbours with the same figures, together."""
+        same = itertools.groupby(
+            self.evaluations, key=lambda name: (self.evaluations[name], self.kept.get(name, 0))
+        )
+        for (runs, kept), names in same:
+            first, *others = names
+            where = f"{first} to {others[-1]}" if others else first
+            yield where, str(runs), f"{human(kept)} each" if others else human(kept)
 
 
 def step(run: Callable[[], Any], module: nn.Module) -> Measurement:

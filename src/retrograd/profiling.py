@@ -7,6 +7,7 @@ the stack.
 
 from __future__ import annotations
 
+import logging
 import operator
 import weakref
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from retrograd.core.tensors import nbytes, shapes_of
 from retrograd.profile import OperationRecorder, Profile
 from retrograd.recent import Recent
 
+log = logging.getLogger("retrograd")
 MAX_INTEGERS = 8
 REMEMBERED = 512  # how many profiles a stack remembers
 
@@ -73,6 +75,7 @@ class Profiling(Guard):
         self.is_over = True
         if self.measured == len(self.profile.updates):
             self.profile.complete(sum(leaf.nbytes for leaves in state.values() for leaf in leaves))
+            log.info("measured a call of %d updates, to plan calls of its shapes", self.measured)
 
 
 class RaiseNow(Guard):

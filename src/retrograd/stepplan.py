@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from retrograd.budget import MIB
 from retrograd.core.memory import Choice, Plan
+from retrograd.html_tables import escape, html_table
 from retrograd.line_labels import LineLabel, label_lines
 from retrograd.planner import choices_of, least_peak, level_in
 from retrograd.profile import Profile, UpdateProfile
+from retrograd.sizes import MIB
 
 
 class Row(NamedTuple):
@@ -45,12 +46,25 @@ class StepPlan:
     time: float
 
     def __str__(self) -> str:
-        lines = [
+        head = f"  {'updates':<32} {'together':>13}   what each keeps until backward is there"
+        rows = (f"  {where:<32} {size:>13}   {keeps}" for where, size, keeps in self._table())
+        return "\n".join([self._summary(), head, *rows])
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        head = ("updates", "together", "what each keeps until backward is there")
+        summary = f"<p>{escape(self._summary())}</p>"
+        return summary + html_table([head, *self._table()], has_head=True)
+
+    def _summary(self) -> str:
+        return (
             f"{self.memory!r}: {len(self.rows)} updates, {self.peak / MIB:.2f} MiB at the peak "
             f"(everything kept: {self.plain / MIB:.2f}, nothing: {self.floor / MIB:.2f}), about "
-            f"{self.time:.2f} of plain autograd's time",
-            f"  {'updates':<32} {'together':>13}   what each keeps until backward is there",
-        ]
+            f"{self.time:.2f} of plain autograd's time"
+        )
+
+    def _table(self) -> Iterator[tuple[str, str, str]]:
+        """Neighbours that keep the same, together: which updates, their bytes, what they keep."""
         same = itertools.groupby(self._blocks(), key=lambda block: [row.keeps for row in block])
         for keeps, blocks in same:
             rows = [row for block in blocks for row in block]
@@ -58,8 +72,7 @@ class StepPlan:
             last = rows[-1].name
             where = first if first == last else f"{first} to {last}"
             total = sum(row.bytes for row in rows) / MIB
-            lines.append(f"  {where:<32} {total:9.2f} MiB   {' | '.join(keeps)}")
-        return "\n".join(lines)
+            yield where, f"{total:.2f} MiB", " | ".join(keeps)
 
     def _blocks(self) -> list[list[Row]]:
         """The rows of each block, if names are those of a `ReversibleSequence`; else one by one."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from retrograd.budget import human
 from retrograd.checking.causes import cause_of_drift, cause_of_flips
 from retrograd.checking.compare import severity, worst
 from retrograd.checking.findings import Findings
 from retrograd.checking.observers import StackRun
 from retrograd.checking.report import Advice, Drift, Problem
 from retrograd.core.memory import Anchor, Keep, Reverse
+from retrograd.sizes import human
 
 DEEP = 12  # blocks: from here on, errors of half precision are no longer small
 WORTH = 0.95  # reversal should need less than this part of the bytes

@@ -6,8 +6,8 @@ import math
 import os
 from typing import TYPE_CHECKING
 
-from retrograd.budget import MIB, human
 from retrograd.line_labels import LineLabel, label_lines
+from retrograd.sizes import MIB, human
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from retrograd.budget import human
 from retrograd.checking import figure, page
 from retrograd.checking.compare import severity, worst
+from retrograd.sizes import human
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retrograd.cli.colours import show
 from retrograd.cli.mistakes import Mistake
 from retrograd.cli.target import HELP, load, one_line, user_code
 from retrograd.files import write_whole
@@ -15,7 +16,7 @@ from retrograd.files import write_whole
 if TYPE_CHECKING:
     from retrograd.checking import Report
 
-WRONG = 1  # the exit code if the check finds something wrong
+WRONG = 1  # the exit code if the check finds something wrong, or cannot draw what it was asked for
 PAGE = """\
 <!doctype html><meta charset="utf-8"><title>retrograd check</title>\
 <style>body {{ font: 15px sans-serif; margin: 2em }} td, th {{ padding: 2px 10px 2px 0 }}</style>\
@@ -50,14 +51,18 @@ def run(options: argparse.Namespace) -> int:
     # Wrong file names are reported before the check runs, not after it.
     if options.html is not None:
         check_path(options.html)
-    with_plot = options.plot is not None and can_plot(options.plot)
+    if options.plot is not None and not can_plot(options.plot):
+        return WRONG
     with user_code(options):
         report = _check(options.target)
-    if with_plot:
+    if options.plot is not None:
         draw(report.plot, options.plot)
     if options.html is not None:
         _write_page(report, options.html)
-    print(report.to_json() if options.json else report)
+    if options.json:
+        print(report.to_json())
+    else:
+        show(str(report))
     return 0 if report.ok else WRONG
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrograd.cli.check import can_plot, draw
+from retrograd.cli.check import WRONG, can_plot, draw
 from retrograd.cli.mistakes import Mistake
 from retrograd.cli.target import HELP, load, one_line, user_code
 
@@ -42,12 +42,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> int:
     modes = [_memory_mode(text) for text in options.memory]
-    with_plot = options.plot is not None and can_plot(options.plot)
+    if options.plot is not None and not can_plot(options.plot):
+        return WRONG
     with user_code(options):
         plans = _plans(options.target, modes)
     if not plans:
         raise Mistake(f"{options.target}: no stack of retrograd ran, so there is nothing to plan.")
-    if with_plot:
+    if options.plot is not None:
         first, *others = plans
         draw(first.draw, options.plot, *others)
     if options.json:

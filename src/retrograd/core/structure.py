@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from retrograd.core.streams import State
 from retrograd.core.tensors import ShapeAndDtype, local, storage_of
 from retrograd.core.watch import Usage
 
+log = logging.getLogger("retrograd")
 VerifyCalls = Literal["first", "always", "never"]
 EVERY = 1024  # calls: how often a stack is inspected again
 MAX_KINDS = 8  # how many shapes, dtypes and devices are inspected
@@ -297,5 +299,7 @@ class StackCache:
             self.inspected.add(key)
         is_due = self.calls % EVERY == 0 and not is_capturing
         if is_new or have_changed or is_due:
+            why = "new shapes" if is_new else "a changed attribute" if have_changed else "its turn"
+            log.debug("call %d of a stack is inspected: %s", self.calls, why)
             return 0
         return structure.inspected_until

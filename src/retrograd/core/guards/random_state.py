@@ -1,6 +1,6 @@
 """Random state: recompute draws the numbers that forward drew, and backward leaves no trace.
 
-The states are compared before every update. They cost 5 kB on a CPU, so as long as nobody draws,
+The states are compared before every update. They cost 5 KiB on a CPU, so as long as nobody draws,
 all updates share one object.
 
 [Note: who draws] A function that left the states as they were may still have used them: it may have
