@@ -30,7 +30,7 @@ FOLDERS = (
     *("compatibility", "examples", "notebooks", "docs"),
 )
 FILES = (
-    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
+    *("README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE"),
     *("pyproject.toml", "constraints.txt", "conftest.py", "Makefile", "mkdocs.yml", ".gitignore"),
 )
 # What work leaves behind, and no package may have.
