@@ -6,7 +6,9 @@ import re
 import shlex
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -29,12 +31,15 @@ PARSERS = {
     "benchmarks": benchmarks.parser,
     "benchmarks.gpu": gpu.parser,
 }
+PRINTED = ("tour", "how-it-works")  # pages whose output is compared, too
 FUSED_LOSS = "LinearCrossEntropyOptions"  # since torch 2.13
 SITE = ("mkdocs", "material", "mkdocstrings")
 
 
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if "```python" in p.read_text()], ids=lambda page: page.stem
+    "page",
+    [p for p in PAGES if "```python" in p.read_text() and p.stem not in PRINTED],
+    ids=lambda page: page.stem,
 )
 @pytest.mark.filterwarnings("ignore")  # of the packages that pages start from
 def test_the_code_runs_as_written(page):
@@ -89,9 +94,10 @@ def test_every_block_says_what_it_is_and_every_command_is_one(page):
         assert importlib.util.find_spec(module), module
 
 
-def test_the_tour_shows_what_it_prints(capsys):
+@pytest.mark.parametrize("name", PRINTED)
+def test_the_page_shows_what_it_prints(name, capsys):
     names = {}
-    page = (DOCS / "tour.md").read_text()
+    page = (DOCS / f"{name}.md").read_text()
     for block, shown in re.findall(
         r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", page, re.DOTALL
     ):
@@ -128,23 +134,64 @@ def test_each_option_of_the_command_line_is_documented(capsys, monkeypatch):
         assert not [option for option in options if "".join(option.split()) not in page], verb
 
 
-@pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, SITE)),
-    reason="what builds the site is not installed: make docs does",
-)
-def test_the_site_builds_without_a_warning(tmp_path):
-    """Every page in the navigation, every link and anchor, every name that the reference
-    asks for.
+# --- the site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site. `--strict`: every page in the navigation, every link and anchor, and every
+    name that the reference asks for.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--site-dir",
-        str(tmp_path / "site"),
-    ]
+    if not all(map(importlib.util.find_spec, SITE)):
+        pytest.skip("what builds the site is not installed: make docs does")
+    site = tmp_path_factory.mktemp("built") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "ReversibleSequence" in (tmp_path / "site" / "api" / "stacks" / "index.html").read_text()
+    return site
+
+
+class References(HTMLParser):
+    """What a page links to and shows, and the anchors that it has."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found, self.anchors = [], set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.anchors |= {attributes.get("id"), attributes.get("name")}
+        self.found += [attributes[name] for name in ("href", "src") if attributes.get(name)]
+
+
+def test_the_site_has_no_broken_link_and_no_missing_image(site):
+    pages = {page: References(page) for page in site.rglob("*.html") if page.name != "404.html"}
+    assert len(pages) > 50
+    for page, references in pages.items():
+        for reference in references.found:
+            target, _, anchor = unquote(reference).partition("#")
+            if re.match(r"[a-z]+:", target):
+                continue
+            file = (page.parent / target).resolve() if target else page
+            file = file / "index.html" if file.is_dir() else file
+            assert file.exists(), (page, reference)
+            if anchor and file in pages:
+                assert anchor in pages[file].anchors, (page, reference)
+
+
+def test_the_site_shows_what_it_should(site):
+    home, stacks, compatibility, index = (
+        (site / page / "index.html").read_text()
+        for page in ("", "api/stacks", "compatibility", "api")
+    )
+    assert home.index("Get started") < home.index("<img")
+    assert "ReversibleSequence" in stacks
+    assert "/edit/main/docs/index.md" in home
+    results = (DOCS / "figures" / "compatibility.jsonl").read_text().splitlines()
+    cells = re.findall(r'<td class="(equal|wrong|raised|not-run)"', compatibility)
+    assert len(cells) == len(results)
+    links = set(re.findall(r'href="[^"]*#retrograd\.(\w+)"', index))
+    assert links >= set(PUBLIC)
+    words = (site / "search" / "search_index.json").read_text()
+    assert "ReversibleSequence" in words and "Glossary" in words
