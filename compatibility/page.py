@@ -21,6 +21,7 @@ PACKAGES = {"checkpoint": "torch", ON_DEVICE: "retrograd"}
 HEADINGS = {"checkpoint": "`torch.utils.checkpoint`"}
 SHORT = {"reformer-pytorch": "reformer", ON_DEVICE: "retrograd on the device"}
 EXPLAINED = ("retrograd", "checkpoint")
+FAILED = (WRONG, RAISED)
 CELLS = {EQUAL: "equal", WRONG: "**wrong**", RAISED: "raised", NOT_RUN: "–"}
 INTRODUCTION = """\
 # Compatibility
@@ -79,7 +80,7 @@ def render(results: list[Result]) -> str:
     lines = [INTRODUCTION.format(**counts), summary(results), "", WHOLE_TABLE.format(**counts)]
     for group, members in groups.items():
         if _differing(members) or any(r["note"] for r in members):
-            lines += [f"## {group}", "", *_table(members), *_notes(members), ""]
+            lines += [f"## {group}", "", *_list(members), *_notes(members), ""]
     lines += ["## Reasons", "", *_reasons(results)]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -93,60 +94,20 @@ def _differing(results: list[Result]) -> dict[str, list[Result]]:
     }
 
 
-def _table(results: list[Result]) -> list[str]:
+def _list(results: list[Result]) -> list[str]:
     """For each row that is not equal for everyone, who is wrong and who raises."""
-    lines = [f"| | {CELLS[WRONG]} | {CELLS[RAISED]} |", "| --- | --- | --- |"]
+    lines = []
     for title, row in _differing(results).items():
-        names = [
-            ", ".join(_short(r["contestant"]) for r in row if r["verdict"] == v)
-            for v in (WRONG, RAISED)
-        ]
-        lines.append(_table_row(title, names))
+        names = {v: [_short(r["contestant"]) for r in row if r["verdict"] == v] for v in FAILED}
+        parts = [f"{CELLS[v]} {', '.join(found)}" for v, found in names.items() if found]
+        lines.append(f"- {title}: {'; '.join(parts)}")
     return lines
 
 
-def _contestants(results: list[Result]) -> list[str]:
-    present = {r["contestant"] for r in results}
-    return [name for name in SHOWN if name in present]
-
-
-def _heading(contestant: str) -> str:
-    return HEADINGS.get(contestant, contestant)
-
-
-def _short(contestant: str) -> str:
-    return SHORT.get(contestant, contestant)
-
-
-def _with_version(contestant: str, version: str) -> str:
-    if contestant == ON_DEVICE:
-        return contestant.replace("retrograd", f"retrograd {version}")
-    return f"{_heading(contestant)} {version}"
-
-
-def _header(results: list[Result], columns: list[str]) -> list[str]:
-    """The first two lines of a table."""
-    versions = {r["contestant"]: r["version"] for r in results}
-    titles = [_with_version(name, versions[name]) for name in columns]
-    return [f"| | {' | '.join(titles)} |", "| --- |" + " --- |" * len(columns)]
-
-
-def _table_row(title: str, cells: list[str]) -> str:
-    return f"| {title} | {' | '.join(cells)} |"
-
-
-def _by_title(results: list[Result]) -> dict[str, list[Result]]:
-    """The results of each row, in the order of the columns."""
-    rows: dict[str, list[Result]] = {}
-    for result in sorted(results, key=lambda r: SHOWN.index(r["contestant"])):
-        rows.setdefault(result["title"], []).append(result)
-    return {title: rows[title] for title in dict.fromkeys(r["title"] for r in results)}
-
-
 def _notes(results: list[Result]) -> list[str]:
-    """Notes that rows of ours have besides their verdicts, below the table of a group."""
+    """Notes that rows of ours have besides their verdicts, below the list of a group."""
     noted = [r for r in results if r["note"] and r["contestant"] in EXPLAINED]
-    return ["", *(f"- {_heading(r['contestant'])}: {r['note']}" for r in noted)] if noted else []
+    return [f"- {_heading(r['contestant'])}: {r['note']}" for r in noted]
 
 
 def _reasons(results: list[Result]) -> list[str]:

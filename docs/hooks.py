@@ -1,7 +1,10 @@
-"""For mkdocs: the whole table of the compatibility page, coloured, from the stored results."""
+"""For mkdocs: what pages show on the site beside their text. The compatibility page gets the table
+of all rows, coloured, from the stored results; that of the command line the help of each command.
+"""
 
 import html
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,8 @@ SIGNS = {"equal": "equal", "wrong": "wrong", "raised": "raised", "not run": "–
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri == "api/cli.md":
+        return with_help(markdown)
     if page.file.src_uri != "compatibility.md":
         return markdown
     assert MARKER in markdown
@@ -50,3 +55,18 @@ def _cell(result: dict[str, str]) -> str:
 
 def _code(title: str) -> str:
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(title))
+
+
+def with_help(markdown: str) -> str:
+    """The help of each command, below what the page says of it."""
+    from retrograd import cli
+
+    os.environ["COLUMNS"] = "100"
+    parser = cli.parser()
+    verbs = next(action.choices for action in parser._actions if action.dest == "command")
+    assert isinstance(verbs, dict)
+    sections = re.split(r"(?m)^(?=## retrograd )", markdown)
+    for i, section in enumerate(sections[1:], 1):
+        verb = verbs[section.split()[2]]
+        sections[i] = f"{section.rstrip()}\n\n```text\n{verb.format_help()}```\n\n"
+    return "".join(sections)

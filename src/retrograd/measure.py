@@ -149,15 +149,20 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
 
 @dataclass
 class Measurement:
-    """What `step` found."""
+    """What `step` found. It prints as a table, and a notebook shows it as one.
 
-    activation_bytes: int = 0  # the peak, less the gradients of the module's parameters
+    Attributes:
+        activation_bytes: the most bytes alive at once, less the gradients of parameters.
+        flops: of the step, by torch's own formulas.
+        evaluations: how often each function ran, in forward and in recompute, by its name.
+        kept: bytes that forward kept for each of them.
+        allocated: as `activation_bytes`, but reported by the allocator; None on a CPU.
+    """
+
+    activation_bytes: int = 0
     flops: int = 0
-    # How often each function of a stack ran, in forward and in recompute.
     evaluations: dict[str, int] = field(default_factory=dict)
-    # Bytes that forward kept for each of them.
     kept: dict[str, int] = field(default_factory=dict)
-    # As activation_bytes, but reported by the allocator; None on a CPU, or if it reports nothing.
     allocated: int | None = None
 
     def __str__(self) -> str:

@@ -17,14 +17,24 @@ from retrograd.sizes import MIB
 
 
 class Row(NamedTuple):
-    """One update of a `StepPlan`."""
+    """One update of a `StepPlan`.
+
+    Attributes:
+        name: of the update, such as `blocks.3.g`.
+        keeps: what is kept of it: `nothing`, `output`, `output + 2 operations`, its target,
+            `streams` or `everything`.
+        bytes: that this takes, until backward reaches the update.
+        again: the share of its forward that runs again.
+        forward: bytes alive when forward is at the update.
+        backward: bytes alive when backward is, with the parameter gradients made by then.
+    """
 
     name: str
-    keeps: str  # nothing, output, its target, operations, everything, or the streams before it
-    bytes: int  # what that takes, until backward reaches the update
-    again: float  # the share of its forward that runs again
-    forward: int  # bytes alive when forward is at the update
-    backward: int  # bytes alive when backward is, with the parameter gradients made by then
+    keeps: str
+    bytes: int
+    again: float
+    forward: int
+    backward: int
 
 
 @dataclass(frozen=True)

@@ -109,37 +109,47 @@ class Report:
     """What `rg.check` found. Print it, or let a notebook show it; `ok` is the verdict.
 
     A figure is empty or None if the step that it comes from raised an error.
+
+    Attributes:
+        problems: a `Problem` for each thing that is wrong.
+        advice: an `Advice` for each thing that could be better; it does not change `ok`.
+        stacks: the stacks that ran: name, kind, updates, memory, streams.
+        limit: of differences of gradients and of drift; set by the narrowest dtype in use.
+        gradients: relative difference to plain autograd, by parameter and input.
+        noise: the largest relative difference between two kept steps.
+        drift: how far each stream is off when it has been rebuilt back to an update.
+        determinism: by function: relative difference when it runs again on the same input. 0 means
+            the same bits.
+        masks: by function: masks, signs and indices that flipped in recompute, and how many there
+            are.
+        state: Python state that recompute changed.
+        buffers: by name: relative difference to what plain autograd leaves.
+        random: by generator: whether it is left where plain autograd leaves it.
+        evaluations: by function: calls in a kept step, and in a reversed one.
+        peak: bytes of activations, less gradients: `kept`, `reversed`, `ratio`.
+        seconds: time of a step: `kept`, `reversed`, `ratio`.
+        course: bytes over the course of a step, kept and reversed.
+        notes: what could not be measured, and why.
+        training: the mode that it was checked in.
+        versions: with what it was checked.
     """
 
     problems: tuple[Problem, ...] = ()
-    # What is not wrong, but could be better.
     advice: tuple[Advice, ...] = ()
     stacks: tuple[Stack, ...] = ()
-    # Of relative differences of gradients, and of drift; set by the narrowest dtype in use.
     limit: float = 0.0
-    # Relative difference to plain autograd, by parameter and input.
     gradients: dict[str, float] = field(default_factory=dict)
-    # The largest relative difference between two kept steps.
     noise: float = 0.0
     drift: tuple[Drift, ...] = ()
-    # By function: relative difference when it runs again on the same input. 0: bit-identical.
     determinism: dict[str, float] = field(default_factory=dict)
-    # By function: masks, signs and indices that were others in recompute, and how many there are.
     masks: dict[str, tuple[int, int]] = field(default_factory=dict)
-    # Python state that recompute changed.
     state: tuple[str, ...] = ()
-    # By name: relative difference to plain autograd after a step.
     buffers: dict[str, float] = field(default_factory=dict)
-    # By generator: whether its state after a step is that of plain autograd.
     random: dict[str, bool] = field(default_factory=dict)
-    # By function: calls in a kept step, and in a reversed one.
     evaluations: dict[str, tuple[int, int]] = field(default_factory=dict)
-    # Peak bytes of activations, without gradients.
     peak: Both | None = None
     seconds: Both | None = None
-    # Kept, reversed.
     course: tuple[Course, Course] | None = None
-    # What could not be measured, and why.
     notes: tuple[str, ...] = ()
     training: bool = True
     versions: dict[str, str] = field(default_factory=dict)
