@@ -104,6 +104,44 @@ def _list(results: list[Result]) -> list[str]:
     return lines
 
 
+def _contestants(results: list[Result]) -> list[str]:
+    present = {r["contestant"] for r in results}
+    return [name for name in SHOWN if name in present]
+
+
+def _heading(contestant: str) -> str:
+    return HEADINGS.get(contestant, contestant)
+
+
+def _short(contestant: str) -> str:
+    return SHORT.get(contestant, contestant)
+
+
+def _with_version(contestant: str, version: str) -> str:
+    if contestant == ON_DEVICE:
+        return contestant.replace("retrograd", f"retrograd {version}")
+    return f"{_heading(contestant)} {version}"
+
+
+def _header(results: list[Result], columns: list[str]) -> list[str]:
+    """The first two lines of a table."""
+    versions = {r["contestant"]: r["version"] for r in results}
+    titles = [_with_version(name, versions[name]) for name in columns]
+    return [f"| | {' | '.join(titles)} |", "| --- |" + " --- |" * len(columns)]
+
+
+def _table_row(title: str, cells: list[str]) -> str:
+    return f"| {title} | {' | '.join(cells)} |"
+
+
+def _by_title(results: list[Result]) -> dict[str, list[Result]]:
+    """The results of each row, in the order of the columns."""
+    rows: dict[str, list[Result]] = {}
+    for result in sorted(results, key=lambda r: SHOWN.index(r["contestant"])):
+        rows.setdefault(result["title"], []).append(result)
+    return {title: rows[title] for title in dict.fromkeys(r["title"] for r in results)}
+
+
 def _notes(results: list[Result]) -> list[str]:
     """Notes that rows of ours have besides their verdicts, below the list of a group."""
     noted = [r for r in results if r["note"] and r["contestant"] in EXPLAINED]
