@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from retrograd.budget import MIB
 from retrograd.core.memory import Choice, Plan
+from retrograd.files import save_figure
 from retrograd.planner import choices_of, least_peak, level_in
 from retrograd.profile import Profile, UpdateProfile
 
@@ -88,9 +89,11 @@ class StepPlan:
         axes.axhline(peak, color="gray", linewidth=0.5, linestyle="--")
         axes.set(xlabel="updates: forward, then backward", ylim=(0, None))
         axes.set(ylabel="MiB of activations and gradients")
-        figure.legend(loc="outside lower center", frameon=False)
+        legend = figure.legend(loc="outside lower center", frameon=False)
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a "$" is a dollar
         axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path)
+        save_figure(figure, path)
 
 
 def forecast(

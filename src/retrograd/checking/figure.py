@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from retrograd.budget import MIB, human
+from retrograd.files import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +31,7 @@ def draw(report: Report, path: str | os.PathLike[str] | None = None) -> Figure:
     for axes in (memory, drift):
         axes.spines[["top", "right"]].set_visible(False)
     if path is not None:
-        figure.savefig(path)
+        save_figure(figure, path)
     return figure
 
 
@@ -79,7 +80,8 @@ def _draw_drift(axes: Axes, report: Report) -> None:
     axes.set_xlabel("update that backward has rebuilt the streams to")
     axes.set_ylabel("relative error")
     axes.set_title(title)
-    axes.legend(frameon=False)
+    for text in axes.legend(frameon=False).get_texts():
+        text.set_parse_math(False)  # names may have a "$"
 
 
 def _lines(drift: tuple[Drift, ...]) -> list[tuple[str, list[Drift]]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrograd.cli.mistakes import Mistake
+from retrograd.cli.mistakes import Mistake, of_file
 from retrograd.cli.target import HELP, load, one_line, user_code
+from retrograd.cli.terminal import printable, tell
 from retrograd.files import write_whole
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         draw(report.plot, options.plot)
     if options.html is not None:
         _write_page(report, options.html)
-    print(report.to_json() if options.json else report)
+    print(report.to_json() if options.json else printable(str(report)))
     return 0 if report.ok else WRONG
 
 
@@ -75,7 +75,7 @@ def _write_page(report: Report, path: Path) -> None:
     try:
         write_whole(path, PAGE.format(report=report._repr_html_()))
     except OSError as error:
-        raise _file_mistake(error) from error
+        raise Mistake(of_file(error)) from error
 
 
 def check_path(path: Path) -> None:
@@ -95,10 +95,7 @@ def can_plot(path: Path) -> bool:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        print(
-            f"no picture {path}: matplotlib is not installed (pip install 'retrograd[plots]')",
-            file=sys.stderr,
-        )
+        tell(f"no picture {path}: matplotlib is not installed (pip install 'retrograd[plots]')")
         return False
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:
@@ -111,10 +108,6 @@ def draw(plot: Callable[..., Any], path: Path, *others: Any) -> None:
     try:
         plot(path, *others)
     except OSError as error:
-        raise _file_mistake(error) from error
+        raise Mistake(of_file(error)) from error
     except Exception as error:  # some file types need more than matplotlib
         raise Mistake(f"{path}: {one_line(error)}.") from error
-
-
-def _file_mistake(error: OSError) -> Mistake:
-    return Mistake(f"{error.strerror or error}: {error.filename}.")
