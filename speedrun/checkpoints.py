@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import re
 import shutil
+import stat
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from retrograd.files import flush_to_disk, open_regular
 
 KEPT = 3  # checkpoints
+LARGEST_STATE = 2**24  # bytes of a state.json that is read
 MOMENTS = ("exp_avg", "exp_avg_sq")  # the state of AdamW for a parameter, besides its step
 WHOLE = {"model.safetensors", "optimizer.safetensors"}  # the files of a checkpoint of one process
 
@@ -95,29 +100,22 @@ def _finish(run: Path, step: int, sharded: bool) -> Path:
     checksums = {path.name: checksum(path) for path in files}
     state = part / "state.json"
     state.write_text(json.dumps({"step": step, "sharded": sharded, "sha256": checksums}, indent=1))
+    mode = stat.S_IMODE(state.stat().st_mode)
     for path in (*files, state):
-        _flush(path)
+        path.chmod(mode)  # safetensors gives its files to their owner only
+        flush_to_disk(path)
     shutil.rmtree(final, ignore_errors=True)
     part.rename(final)
-    _flush(final.parent)
+    flush_to_disk(final.parent)
     earlier = [other for other in steps(run) if other <= step]
     for old in earlier[:-KEPT]:
         shutil.rmtree(final.parent / f"{old:08d}", ignore_errors=True)
     return final
 
 
-def _flush(path: Path) -> None:
-    """Wait until a file or folder is on the disk: then it survives a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _not_saved(run: Path, step: int, error: BaseException) -> CheckpointError:
     shutil.rmtree(_part(run, step), ignore_errors=True)
-    why = str(error).strip().splitlines()[-1]
+    why = (str(error).strip() or type(error).__name__).splitlines()[-1]
     return CheckpointError(
         f"step {step} cannot be saved in {run}: {why}. The checkpoints before it are as they were."
     )
@@ -131,7 +129,8 @@ def steps(run: Path) -> list[int]:
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+    names = [path.name for path in folder.iterdir() if re.fullmatch("[0-9]{8,18}", path.name)]
+    return sorted(int(name) for name in names if name == f"{int(name):08d}")
 
 
 def newest(run: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
@@ -141,7 +140,7 @@ def newest(run: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]
         folder = run / "checkpoints" / f"{step:08d}"
         try:
             return folder, _verified(folder)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             say(f"{folder} is damaged ({error}); trying the one before it")
     why = "all of them are damaged" if found else "there is none"
     raise CheckpointError(
@@ -152,12 +151,17 @@ def newest(run: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]
 
 def _verified(folder: Path) -> dict[str, Any]:
     """The state of a checkpoint. Raises if it or a file is not as it was written."""
-    state = json.loads((folder / "state.json").read_text())
-    if not _is_state(state, int(folder.name)):
+    state = _read_state(folder)
+    if not _is_state(state) or state["step"] != int(folder.name):
         raise ValueError("state.json is not that of a checkpoint")
     checksums = state["sha256"]
-    if not checksums or not (state.get("sharded") or checksums.keys() >= WHOLE):
-        raise ValueError("state.json names no files")
+    for name in checksums:
+        if Path(name).name != name:
+            raise ValueError(f"state.json names {name!r}, which is no file of the folder")
+    # The reader of sharded checkpoints reads every such file of a folder.
+    unknown = {path.name for path in folder.glob("*.safetensors")} - checksums.keys()
+    if unknown:
+        raise ValueError(f"{min(unknown)} does not belong to it")
     for name, expected in checksums.items():
         if checksum(folder / name) != expected:
             raise ValueError(f"the checksum of {name} is wrong")
@@ -166,10 +170,27 @@ def _verified(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _is_state(state: Any, step: int) -> bool:
-    if not isinstance(state, dict):
+def _read_state(folder: Path) -> Any:
+    """What state.json has. Raises ValueError if it is not JSON."""
+    with open_regular(folder / "state.json", follow_links=False) as file:
+        content = file.read(LARGEST_STATE)
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("state.json is nested too deeply") from error
+
+
+def _is_state(state: Any) -> bool:
+    """Whether it has what `_finish` writes, and nothing else."""
+    if not isinstance(state, dict) or state.keys() != {"step", "sharded", "sha256"}:
         return False
-    return isinstance(state.get("sha256"), dict) and state.get("step") == step
+    kinds = {"step": int, "sharded": bool, "sha256": dict}
+    if any(type(state[key]) is not kind for key, kind in kinds.items()):
+        return False
+    names = state["sha256"].keys()
+    if state["sharded"]:
+        return any(name.endswith(".safetensors") for name in names)
+    return names == WHOLE
 
 
 def _open_safetensors(path: Path) -> None:
@@ -185,7 +206,7 @@ def _open_safetensors(path: Path) -> None:
 
 def checksum(path: Path) -> str:
     found = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path, follow_links=False) as file:
         while block := file.read(1 << 20):
             found.update(block)
     return found.hexdigest()
@@ -200,11 +221,27 @@ def load_into(folder: Path, tensors: Tensors) -> None:
 
     Both the tensors and the checkpoint may be whole or sharded.
     """
-    state = json.loads((folder / "state.json").read_text())
-    if state["sharded"]:
-        _load_shards(folder, tensors)
-    else:
-        _load_whole(folder, tensors)
+    load = _load_shards if _read_state(folder)["sharded"] else _load_whole
+    try:
+        load(folder, tensors)
+    except (ShapeError, OSError, MemoryError):
+        raise
+    except Exception as error:  # the checksums are right, but of a file that is not ours
+        why = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{folder} cannot be read: {type(error).__name__}: {why:.200}."
+        ) from error
+    _check_finite(folder, tensors)
+
+
+def _check_finite(folder: Path, tensors: Tensors) -> None:
+    for name, tensor in _flat(tensors).items():
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not own.isfinite().all():
+            raise CheckpointError(
+                f"{folder}: {name} has values that are not finite. Remove the folder to go on from "
+                "the checkpoint before it."
+            )
 
 
 def _load_whole(folder: Path, tensors: Tensors) -> None:

@@ -59,15 +59,15 @@ def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
-def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
-    """What matplotlib's `figure.savefig(path)` does, by `write_whole`."""
+def save_figure(figure: Any, path: str | os.PathLike[str], **options: Any) -> None:
+    """What matplotlib's `figure.savefig(path, **options)` does, by `write_whole`."""
     final = Path(path)
     kind = final.suffix.removeprefix(".")
     if not kind:
         kind = figure.canvas.get_default_filetype()
         final = final.with_name(f"{final.name}.{kind}")
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind.lower())
+    figure.savefig(buffer, format=kind.lower(), **options)
     write_whole(final, buffer.getvalue())
 
 

@@ -21,9 +21,7 @@ class Mistake(Exception):
     """
 
 
-def run_command(
-    name: str, parser: argparse.ArgumentParser, arguments: Sequence[str] | None
-) -> int:
+def run_command(name: str, parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     """Run `options.run(options)` for the arguments of a command, and return its exit code.
 
     A mistake, Ctrl-C, a full disk and an output that nobody reads end it without a traceback.
