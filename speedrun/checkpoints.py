@@ -227,10 +227,8 @@ def load_into(folder: Path, tensors: Tensors) -> None:
     except (ShapeError, OSError, MemoryError):
         raise
     except Exception as error:  # the checksums are right, but of a file that is not ours
-        why = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{folder} cannot be read: {type(error).__name__}: {why:.200}."
-        ) from error
+        why = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        raise CheckpointError(f"{folder} cannot be read: {why}.") from error
     _check_finite(folder, tensors)
 
 

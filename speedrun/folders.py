@@ -1,7 +1,7 @@
 """The folder of a run: which one it is, that one run at a time writes to it, and what is left.
 
-A lock (`.lock`) is held while a run writes. The system releases it when the process ends, however it
-ends. A new run that ends before its first step leaves nothing behind.
+A lock (`.lock`) is held while a run writes. The system releases it when the process ends, however
+it ends. A new run that ends before its first step leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import shlex
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from retrograd.cli.mistakes import Mistake
@@ -45,15 +45,15 @@ def _is_number(name: str) -> bool:
 def begun(out: Path | None) -> Iterator[Path]:
     """A folder for a new run, locked. If the run ends before its first step, nothing is left."""
     folder, made = _next_numbered() if out is None else _named(out)
-    before: set[str] | None = None
+    before: list[str] | None = None
     try:
         with locked(folder):
             _check_is_free(folder)
-            before = set(os.listdir(folder))
+            before = os.listdir(folder)
             yield folder
     except BaseException:
         if before is not None and not _has_steps(folder):
-            _remove(folder, set(MADE_BEFORE_A_STEP) - before)
+            _remove(folder, [name for name in MADE_BEFORE_A_STEP if name not in before])
         for path in made:
             with contextlib.suppress(OSError):  # not empty: somebody else's
                 path.rmdir()
@@ -96,8 +96,8 @@ def _lock(path: Path) -> int:
                 os.close(handle)
                 raise _in_use(path.parent, holder or "another process") from None
             tell(
-                f"speedrun train: {path.parent} cannot be locked ({error.strerror}). See to it that "
-                "no other process trains in it."
+                f"speedrun train: {path.parent} cannot be locked ({error.strerror}). See to it "
+                "that no other process trains in it."
             )
         if _is_file_of(handle, path):
             os.truncate(handle, 0)
@@ -162,7 +162,7 @@ def _has_steps(folder: Path) -> bool:
     return metrics.exists() and metrics.stat().st_size > 0
 
 
-def _remove(folder: Path, names: set[str]) -> None:
+def _remove(folder: Path, names: Sequence[str]) -> None:
     for name in names:
         path = folder / name
         if path.is_dir():
@@ -174,7 +174,7 @@ def _remove(folder: Path, names: set[str]) -> None:
 def _remove_parts(folder: Path) -> None:
     """Remove what a killed run has left half-written."""
     for path in (*folder.glob(PART), *folder.glob("checkpoints/*.part")):
-        _remove(path.parent, {path.name})
+        _remove(path.parent, [path.name])
 
 
 def quoted(folder: Path) -> str:

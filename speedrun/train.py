@@ -388,8 +388,8 @@ def _check_same(settings: Settings, given: dict[str, Any], folder: Path) -> None
         if value != there:
             option = f"--{name.replace('_', '-')}"
             raise Mistake(
-                f"{option} {value}: the run in {folder} was begun with {there}. Leave {option} out, "
-                "or begin a new run. Only --steps can be changed."
+                f"{option} {value}: the run in {folder} was begun with {there}. Leave {option} "
+                "out, or begin a new run. Only --steps can be changed."
             )
 
 

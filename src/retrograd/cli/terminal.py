@@ -50,4 +50,4 @@ def open_standard_streams() -> None:
                 os.fstat(number)
             except OSError:
                 discard(number)
-            setattr(sys, name, open(os.devnull, mode))
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
