@@ -9,13 +9,14 @@ one is skipped. All files are safetensors or JSON, so loading one never runs cod
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import shutil
 import stat
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -198,10 +199,22 @@ def _open_safetensors(path: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, "pt"):
+        with _utf_8_name(path) as name, safe_open(name, "pt"):
             pass
     except SafetensorError as error:
         raise ValueError(f"{path.name}: {error}") from error
+
+
+@contextlib.contextmanager
+def _utf_8_name(path: Path) -> Iterator[str]:
+    """A name of a file that safetensors can open: it reads no others."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        with open_regular(path) as file:
+            yield f"/dev/fd/{file.fileno()}"
+    else:
+        yield str(path)
 
 
 def checksum(path: Path) -> str:
@@ -246,7 +259,8 @@ def _load_whole(folder: Path, tensors: Tensors) -> None:
     from safetensors.torch import load_file
 
     for group, named in tensors.items():
-        stored = load_file(folder / f"{group}.safetensors")
+        with _utf_8_name(folder / f"{group}.safetensors") as name:
+            stored = load_file(name)
         _compare(_shapes(named), _shapes(stored))
         for name, tensor in named.items():
             tensor.copy_(stored[name])

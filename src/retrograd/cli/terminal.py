@@ -5,9 +5,17 @@ from __future__ import annotations
 import os
 import sys
 
-# A terminal obeys these: C0, DEL and C1 control characters. The rest reorder or break lines.
+# A terminal obeys these: C0, DEL and C1 control characters.
 _CONTROLS = (*range(0x20), 0x7F, *range(0x80, 0xA0))
-_INVISIBLE = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+# These reorder or break lines. The last are bytes of file names that are not UTF-8.
+_INVISIBLE = (
+    0x061C,
+    0x200E,
+    0x200F,
+    *range(0x2028, 0x202F),
+    *range(0x2066, 0x206A),
+    *range(0xD800, 0xE000),
+)
 _ESCAPED = {code: repr(chr(code))[1:-1] for code in (*_CONTROLS, *_INVISIBLE)}
 _ESCAPED_IN_TEXT = {code: text for code, text in _ESCAPED.items() if code not in (9, 10)}
 
