@@ -47,8 +47,8 @@ class ShapeError(ValueError):
 # --- writing
 
 
-def save(run: Path, step: int, tensors: Tensors) -> Path:
-    """Write a checkpoint from one process."""
+def save(run: Path, step: int, tensors: Tensors, settings: str) -> Path:
+    """Write a checkpoint from one process. `settings` is the digest of the settings of the run."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -57,12 +57,12 @@ def save(run: Path, step: int, tensors: Tensors) -> Path:
         for group, named in tensors.items():
             stored = {name: tensor.detach().contiguous().cpu() for name, tensor in named.items()}
             save_file(stored, part / f"{group}.safetensors")
-        return _finish(run, step, sharded=False)
+        return _finish(run, step, settings, sharded=False)
     except (OSError, SafetensorError) as error:
         raise _not_saved(run, step, error) from error
 
 
-def save_shards(run: Path, step: int, tensors: Tensors) -> None:
+def save_shards(run: Path, step: int, tensors: Tensors, settings: str) -> None:
     """Write a checkpoint from all processes, each of which has a part of every tensor."""
     import torch.distributed.checkpoint as dcp
 
@@ -78,7 +78,7 @@ def save_shards(run: Path, step: int, tensors: Tensors) -> None:
         raise _not_saved(run, step, cause) from error
     dist.barrier()
     if first:
-        _finish(run, step, sharded=True)
+        _finish(run, step, settings, sharded=True)
 
 
 def _part(run: Path, step: int) -> Path:
@@ -93,14 +93,15 @@ def _begin(run: Path, step: int) -> Path:
     return part
 
 
-def _finish(run: Path, step: int, sharded: bool) -> Path:
+def _finish(run: Path, step: int, settings: str, sharded: bool) -> Path:
     """Add checksums, rename the folder to its final name, and remove old checkpoints."""
     part = _part(run, step)
     final = run / "checkpoints" / f"{step:08d}"
     files = sorted(path for path in part.iterdir() if path.is_file())
     checksums = {path.name: checksum(path) for path in files}
     state = part / "state.json"
-    state.write_text(json.dumps({"step": step, "sharded": sharded, "sha256": checksums}, indent=1))
+    facts = {"step": step, "sharded": sharded, "settings": settings, "sha256": checksums}
+    state.write_text(json.dumps(sealed(facts), indent=1))
     mode = stat.S_IMODE(state.stat().st_mode)
     for path in (*files, state):
         path.chmod(mode)  # safetensors gives its files to their owner only
@@ -112,6 +113,11 @@ def _finish(run: Path, step: int, sharded: bool) -> Path:
     for old in earlier[:-KEPT]:
         shutil.rmtree(final.parent / f"{old:08d}", ignore_errors=True)
     return final
+
+
+def sealed(facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts with a checksum of their own, so that a changed digit is noticed."""
+    return {**facts, "checksum": hashlib.sha256(json.dumps(facts).encode()).hexdigest()}
 
 
 def _not_saved(run: Path, step: int, error: BaseException) -> CheckpointError:
@@ -183,9 +189,11 @@ def _read_state(folder: Path) -> Any:
 
 def _is_state(state: Any) -> bool:
     """Whether it has what `_finish` writes, and nothing else."""
-    if not isinstance(state, dict) or state.keys() != {"step", "sharded", "sha256"}:
+    kinds = {"step": int, "sharded": bool, "settings": str, "sha256": dict}
+    if not isinstance(state, dict) or state.keys() != {*kinds, "checksum"}:
         return False
-    kinds = {"step": int, "sharded": bool, "sha256": dict}
+    if sealed({key: value for key, value in state.items() if key != "checksum"}) != state:
+        return False
     if any(type(state[key]) is not kind for key, kind in kinds.items()):
         return False
     names = state["sha256"].keys()

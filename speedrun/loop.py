@@ -245,9 +245,10 @@ class Run:
     def save(self) -> None:
         if self.settings.shard:
             with alike():  # if one process fails, it raises in all
-                checkpoints.save_shards(self.folder, self.done, self.tensors())
+                digest = self.settings.digest()
+                checkpoints.save_shards(self.folder, self.done, self.tensors(), digest)
         elif self.rank == 0:
-            checkpoints.save(self.folder, self.done, self.tensors())
+            checkpoints.save(self.folder, self.done, self.tensors(), self.settings.digest())
         if self.world > 1:
             dist.barrier()
 
@@ -259,11 +260,20 @@ class Run:
         if found is not None:
             folder, state = found
             self._load(folder, state["step"])
+            self._check_settings(folder, state["settings"])
             self.done = state["step"]
         if self.rank == 0:
             lost = metrics.keep(self.folder / "metrics.jsonl", self.done)
             if lost:
                 say(f"metrics.jsonl is damaged: {lost} of {self.done} steps are lost from it")
+
+    def _check_settings(self, folder: Path, digest: str) -> None:
+        if digest != self.settings.digest():
+            with alike():
+                raise checkpoints.CheckpointError(
+                    f"{self.folder / 'configuration.json'} is damaged or was changed: {folder} was "
+                    "written with other settings. Put it back, or begin anew."
+                )
 
     def _load(self, folder: Path, step: int) -> None:
         for parameter in self.model.parameters():  # AdamW has no state before its first step

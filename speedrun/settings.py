@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from retrograd.files import open_regular, write_whole
 from speedrun.model import Config
 
 DTYPES = ("float32", "bfloat16")
+MAY_CHANGE = ("data", "steps", "save_every", "shard")  # in a run that is resumed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,12 @@ class Settings:
         sequences = self.batch * self.context * 8
         streams = self.batch // self.accumulate * self.context * width * 4 * 2
         return 4 * 4 * parameters + modules + sequences + streams
+
+    def digest(self) -> str:
+        """A hash of the settings that decide the numbers of a step."""
+        facts = dataclasses.asdict(self)
+        lasting = {name: value for name, value in facts.items() if name not in MAY_CHANGE}
+        return hashlib.sha256(json.dumps(lasting).encode()).hexdigest()
 
     def write(self, path: Path) -> None:
         write_whole(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")

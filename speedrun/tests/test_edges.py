@@ -81,7 +81,8 @@ def stored(folder):
 
 def change_state(folder, **facts):
     state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps({**state, **facts}))
+    del state["checksum"]
+    (folder / "state.json").write_text(json.dumps(checkpoints.sealed({**state, **facts})))
 
 
 # --- signals
@@ -629,6 +630,13 @@ def test_a_run_is_not_made_shorter_than_it_is(copy, capsys):
     assert "--steps 8: the run in" in (errors := capsys.readouterr().err)
     assert "has taken 9 steps. Give more" in errors
     assert Settings.read(copy / "configuration.json").steps == 9
+
+
+def test_a_configuration_that_was_changed_is_noticed(copy, capsys):
+    path = copy / "configuration.json"
+    path.write_text(path.read_text().replace('"lr": 0.003', '"lr": 0.002'))
+    assert main(["train", "--resume", "--out", str(copy)]) == 2
+    assert "configuration.json is damaged or was changed" in capsys.readouterr().err
 
 
 def test_another_setting_is_refused_with_both_values(copy, capsys):
