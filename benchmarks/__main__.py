@@ -51,12 +51,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print the rows as JSON lines when done, and nothing else",
     )
+    made.set_defaults(run=run)
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
-    return run_command("benchmarks", lambda: run(options))
+    return run_command("benchmarks", parser(), arguments)
 
 
 def run(options: argparse.Namespace) -> int:

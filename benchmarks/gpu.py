@@ -78,12 +78,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help=f"also write {gpu_table.FIGURES} and the table in {gpu_table.PAGE}",
     )
+    made.set_defaults(run=run)
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
-    return run_command("benchmarks.gpu", lambda: run(options))
+    return run_command("benchmarks.gpu", parser(), arguments)
 
 
 def run(options: argparse.Namespace) -> int:

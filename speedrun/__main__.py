@@ -22,8 +22,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
-    return run_command(f"speedrun {options.command}", lambda: options.run(options))
+    return run_command("speedrun", parser(), arguments)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,26 @@ one is skipped. All files are safetensors or JSON, so loading one never runs cod
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
+import re
 import shutil
+import stat
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from retrograd.files import flush_to_disk, open_regular
 
 KEPT = 3  # checkpoints
+LARGEST_STATE = 2**24  # bytes of a state.json that is read
 MOMENTS = ("exp_avg", "exp_avg_sq")  # the state of AdamW for a parameter, besides its step
 WHOLE = {"model.safetensors", "optimizer.safetensors"}  # the files of a checkpoint of one process
 
@@ -41,8 +47,8 @@ class ShapeError(ValueError):
 # --- writing
 
 
-def save(run: Path, step: int, tensors: Tensors) -> Path:
-    """Write a checkpoint from one process."""
+def save(run: Path, step: int, tensors: Tensors, settings: str) -> Path:
+    """Write a checkpoint from one process. `settings` is the digest of the settings of the run."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -51,12 +57,12 @@ def save(run: Path, step: int, tensors: Tensors) -> Path:
         for group, named in tensors.items():
             stored = {name: tensor.detach().contiguous().cpu() for name, tensor in named.items()}
             save_file(stored, part / f"{group}.safetensors")
-        return _finish(run, step, sharded=False)
+        return _finish(run, step, settings, sharded=False)
     except (OSError, SafetensorError) as error:
         raise _not_saved(run, step, error) from error
 
 
-def save_shards(run: Path, step: int, tensors: Tensors) -> None:
+def save_shards(run: Path, step: int, tensors: Tensors, settings: str) -> None:
     """Write a checkpoint from all processes, each of which has a part of every tensor."""
     import torch.distributed.checkpoint as dcp
 
@@ -72,7 +78,7 @@ def save_shards(run: Path, step: int, tensors: Tensors) -> None:
         raise _not_saved(run, step, cause) from error
     dist.barrier()
     if first:
-        _finish(run, step, sharded=True)
+        _finish(run, step, settings, sharded=True)
 
 
 def _part(run: Path, step: int) -> Path:
@@ -87,37 +93,36 @@ def _begin(run: Path, step: int) -> Path:
     return part
 
 
-def _finish(run: Path, step: int, sharded: bool) -> Path:
+def _finish(run: Path, step: int, settings: str, sharded: bool) -> Path:
     """Add checksums, rename the folder to its final name, and remove old checkpoints."""
     part = _part(run, step)
     final = run / "checkpoints" / f"{step:08d}"
     files = sorted(path for path in part.iterdir() if path.is_file())
     checksums = {path.name: checksum(path) for path in files}
     state = part / "state.json"
-    state.write_text(json.dumps({"step": step, "sharded": sharded, "sha256": checksums}, indent=1))
+    facts = {"step": step, "sharded": sharded, "settings": settings, "sha256": checksums}
+    state.write_text(json.dumps(sealed(facts), indent=1))
+    mode = stat.S_IMODE(state.stat().st_mode)
     for path in (*files, state):
-        _flush(path)
+        path.chmod(mode)  # safetensors gives its files to their owner only
+        flush_to_disk(path)
     shutil.rmtree(final, ignore_errors=True)
     part.rename(final)
-    _flush(final.parent)
+    flush_to_disk(final.parent)
     earlier = [other for other in steps(run) if other <= step]
     for old in earlier[:-KEPT]:
         shutil.rmtree(final.parent / f"{old:08d}", ignore_errors=True)
     return final
 
 
-def _flush(path: Path) -> None:
-    """Wait until a file or folder is on the disk: then it survives a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def sealed(facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts with a checksum of their own, so that a changed digit is noticed."""
+    return {**facts, "checksum": hashlib.sha256(json.dumps(facts).encode()).hexdigest()}
 
 
 def _not_saved(run: Path, step: int, error: BaseException) -> CheckpointError:
     shutil.rmtree(_part(run, step), ignore_errors=True)
-    why = str(error).strip().splitlines()[-1]
+    why = (str(error).strip() or type(error).__name__).splitlines()[-1]
     return CheckpointError(
         f"step {step} cannot be saved in {run}: {why}. The checkpoints before it are as they were."
     )
@@ -131,7 +136,8 @@ def steps(run: Path) -> list[int]:
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+    names = [path.name for path in folder.iterdir() if re.fullmatch("[0-9]{8,18}", path.name)]
+    return sorted(int(name) for name in names if name == f"{int(name):08d}")
 
 
 def newest(run: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
@@ -141,7 +147,7 @@ def newest(run: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]
         folder = run / "checkpoints" / f"{step:08d}"
         try:
             return folder, _verified(folder)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             say(f"{folder} is damaged ({error}); trying the one before it")
     why = "all of them are damaged" if found else "there is none"
     raise CheckpointError(
@@ -152,12 +158,17 @@ def newest(run: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]
 
 def _verified(folder: Path) -> dict[str, Any]:
     """The state of a checkpoint. Raises if it or a file is not as it was written."""
-    state = json.loads((folder / "state.json").read_text())
-    if not _is_state(state, int(folder.name)):
+    state = _read_state(folder)
+    if not _is_state(state) or state["step"] != int(folder.name):
         raise ValueError("state.json is not that of a checkpoint")
     checksums = state["sha256"]
-    if not checksums or not (state.get("sharded") or checksums.keys() >= WHOLE):
-        raise ValueError("state.json names no files")
+    for name in checksums:
+        if Path(name).name != name:
+            raise ValueError(f"state.json names {name!r}, which is no file of the folder")
+    # The reader of sharded checkpoints reads every such file of a folder.
+    unknown = {path.name for path in folder.glob("*.safetensors")} - checksums.keys()
+    if unknown:
+        raise ValueError(f"{min(unknown)} does not belong to it")
     for name, expected in checksums.items():
         if checksum(folder / name) != expected:
             raise ValueError(f"the checksum of {name} is wrong")
@@ -166,10 +177,29 @@ def _verified(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _is_state(state: Any, step: int) -> bool:
-    if not isinstance(state, dict):
+def _read_state(folder: Path) -> Any:
+    """What state.json has. Raises ValueError if it is not JSON."""
+    with open_regular(folder / "state.json", follow_links=False) as file:
+        content = file.read(LARGEST_STATE)
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("state.json is nested too deeply") from error
+
+
+def _is_state(state: Any) -> bool:
+    """Whether it has what `_finish` writes, and nothing else."""
+    kinds = {"step": int, "sharded": bool, "settings": str, "sha256": dict}
+    if not isinstance(state, dict) or state.keys() != {*kinds, "checksum"}:
         return False
-    return isinstance(state.get("sha256"), dict) and state.get("step") == step
+    if sealed({key: value for key, value in state.items() if key != "checksum"}) != state:
+        return False
+    if any(type(state[key]) is not kind for key, kind in kinds.items()):
+        return False
+    names = state["sha256"].keys()
+    if state["sharded"]:
+        return any(name.endswith(".safetensors") for name in names)
+    return names == WHOLE
 
 
 def _open_safetensors(path: Path) -> None:
@@ -177,15 +207,27 @@ def _open_safetensors(path: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, "pt"):
+        with _utf_8_name(path) as name, safe_open(name, "pt"):
             pass
     except SafetensorError as error:
         raise ValueError(f"{path.name}: {error}") from error
 
 
+@contextlib.contextmanager
+def _utf_8_name(path: Path) -> Iterator[str]:
+    """A name of a file that safetensors can open: it reads no others."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        with open_regular(path) as file:
+            yield f"/dev/fd/{file.fileno()}"
+    else:
+        yield str(path)
+
+
 def checksum(path: Path) -> str:
     found = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path, follow_links=False) as file:
         while block := file.read(1 << 20):
             found.update(block)
     return found.hexdigest()
@@ -200,18 +242,33 @@ def load_into(folder: Path, tensors: Tensors) -> None:
 
     Both the tensors and the checkpoint may be whole or sharded.
     """
-    state = json.loads((folder / "state.json").read_text())
-    if state["sharded"]:
-        _load_shards(folder, tensors)
-    else:
-        _load_whole(folder, tensors)
+    load = _load_shards if _read_state(folder)["sharded"] else _load_whole
+    try:
+        load(folder, tensors)
+    except (ShapeError, OSError, MemoryError):
+        raise
+    except Exception as error:  # the checksums are right, but of a file that is not ours
+        why = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        raise CheckpointError(f"{folder} cannot be read: {why}.") from error
+    _check_finite(folder, tensors)
+
+
+def _check_finite(folder: Path, tensors: Tensors) -> None:
+    for name, tensor in _flat(tensors).items():
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not own.isfinite().all():
+            raise CheckpointError(
+                f"{folder}: {name} has values that are not finite. Remove the folder to go on from "
+                "the checkpoint before it."
+            )
 
 
 def _load_whole(folder: Path, tensors: Tensors) -> None:
     from safetensors.torch import load_file
 
     for group, named in tensors.items():
-        stored = load_file(folder / f"{group}.safetensors")
+        with _utf_8_name(folder / f"{group}.safetensors") as name:
+            stored = load_file(name)
         _compare(_shapes(named), _shapes(stored))
         for name, tensor in named.items():
             tensor.copy_(stored[name])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +22,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from retrograd.files import write_whole
-from speedrun import checkpoints
+import retrograd as rg
+from speedrun import checkpoints, metrics
 from speedrun.model import LanguageModel
+from speedrun.ranks import agree, alike, any_process, together
 from speedrun.settings import Settings
 from speedrun.text import Text
 
@@ -134,14 +134,7 @@ class Run:
         torch.manual_seed((settings.seed << 32) + number * self.world + self.rank)  # for dropout
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(number)
-        loss = self._backward(number)
-        norm = self._clip_gradients()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainingError(
-                f"step {number + 1}: the loss is {loss:.4g} and the norm of its gradient "
-                f"{norm:.4g}; no step was taken. Try a smaller --lr than {settings.lr:g}; the "
-                "last checkpoint is as it was."
-            )
+        loss, norm = self._loss_and_norm(number)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.done += 1
@@ -153,6 +146,26 @@ class Run:
             "gradient_norm": norm,
             "bytes_per_second": settings.batch * settings.context / seconds,
         }
+
+    def _loss_and_norm(self, number: int) -> tuple[float, float]:
+        """Compute the gradients of a step. Raises `TrainingError` if training diverges."""
+        try:
+            loss = self._backward(number)
+        except rg.GridError as error:  # with --exact, a stream beyond its range
+            why = str(error).splitlines()[0].rstrip(".")
+            raise self._diverged(number, why) from error
+        norm = self._clip_gradients()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            with alike():  # both are sums over all processes
+                why = f"the loss is {loss:.4g} and the norm of its gradient {norm:.4g}"
+                raise self._diverged(number, why)
+        return loss, norm
+
+    def _diverged(self, number: int, why: str) -> TrainingError:
+        return TrainingError(
+            f"step {number + 1}: {why}; no step was taken. Try a smaller --lr than "
+            f"{self.settings.lr:g}; the last checkpoint is as it was."
+        )
 
     def _backward(self, number: int) -> float:
         """Compute the gradients of a step, and return the mean loss over all processes."""
@@ -214,22 +227,13 @@ class Run:
         self.model.train()
         stop = False
         while self.done < self.settings.steps and not stop:
-            metrics = self.step()
+            taken = self.step()
             if self.rank == 0:
-                with (self.folder / "metrics.jsonl").open("a") as file:
-                    file.write(json.dumps(metrics) + "\n")
-            stop = self._any_process(after_step(metrics))
+                metrics.append(self.folder / "metrics.jsonl", taken)
+            stop = any_process(after_step(taken))
             is_due = self.done % self.settings.save_every == 0
             if stop or is_due or self.done == self.settings.steps:
                 self.save()
-
-    def _any_process(self, stop: bool) -> bool:
-        """Whether `stop` is true in any process."""
-        if self.world == 1:
-            return stop
-        flag = torch.tensor(float(stop))
-        dist.all_reduce(flag)
-        return bool(flag)
 
     # --- saving and resuming
 
@@ -240,9 +244,11 @@ class Run:
 
     def save(self) -> None:
         if self.settings.shard:
-            checkpoints.save_shards(self.folder, self.done, self.tensors())
+            with alike():  # if one process fails, it raises in all
+                digest = self.settings.digest()
+                checkpoints.save_shards(self.folder, self.done, self.tensors(), digest)
         elif self.rank == 0:
-            checkpoints.save(self.folder, self.done, self.tensors())
+            checkpoints.save(self.folder, self.done, self.tensors(), self.settings.digest())
         if self.world > 1:
             dist.barrier()
 
@@ -254,45 +260,36 @@ class Run:
         if found is not None:
             folder, state = found
             self._load(folder, state["step"])
+            self._check_settings(folder, state["settings"])
             self.done = state["step"]
         if self.rank == 0:
-            keep_lines(self.folder / "metrics.jsonl", self.done)
+            lost = metrics.keep(self.folder / "metrics.jsonl", self.done)
+            if lost:
+                say(f"metrics.jsonl is damaged: {lost} of {self.done} steps are lost from it")
+
+    def _check_settings(self, folder: Path, digest: str) -> None:
+        if digest != self.settings.digest():
+            with alike():
+                raise checkpoints.CheckpointError(
+                    f"{self.folder / 'configuration.json'} is damaged or was changed: {folder} was "
+                    "written with other settings. Put it back, or begin anew."
+                )
 
     def _load(self, folder: Path, step: int) -> None:
         for parameter in self.model.parameters():  # AdamW has no state before its first step
             zeros = {key: torch.zeros_like(parameter) for key in checkpoints.MOMENTS}
             self.optimizer.state[parameter] = {"step": torch.tensor(float(step)), **zeros}
         try:
-            checkpoints.load_into(folder, self.tensors())
+            if self.settings.shard:  # communicates
+                checkpoints.load_into(folder, self.tensors())
+            else:
+                together(lambda: checkpoints.load_into(folder, self.tensors()))
         except checkpoints.ShapeError as error:
             raise checkpoints.CheckpointError(
                 f"{self.folder}: its checkpoint is of another shape than {self.settings.config()} "
                 f"({error}). Resume with the settings that the run was begun with, or choose "
                 "another --out."
             ) from error
-
-
-def agree(decide: Callable[[], Any]) -> Any:
-    """Call `decide` in the first process; return its result, or raise its error, in all."""
-    if not dist.is_initialized():
-        return decide()
-    found: list[Any] = [None, None]  # result and error
-    if dist.get_rank() == 0:
-        try:
-            found[0] = decide()
-        except Exception as error:
-            found[1] = error
-    dist.broadcast_object_list(found)
-    if found[1] is not None:
-        raise found[1]
-    return found[0]
-
-
-def keep_lines(path: Path, steps: int) -> None:
-    """Remove the metrics of steps after the checkpoint: those steps will be taken again."""
-    if path.exists():
-        complete = [line for line in path.read_text().splitlines() if line.endswith("}")]
-        write_whole(path, "".join(f"{line}\n" for line in complete[:steps]))
 
 
 def _batches(sequences: Iterator[Tensor], count: int) -> Iterator[Tensor]:

@@ -213,6 +213,8 @@ def cross_entropy_of_linear(hidden: Tensor, weight: Tensor, targets: Tensor) -> 
 
 def draw(logits: Tensor, temperature: float, generator: torch.Generator | None) -> int:
     """A token drawn from its probabilities; the likeliest one if `temperature` is 0."""
+    if not logits.isfinite().all():
+        raise FloatingPointError("the scores of the next byte are not finite")
     if temperature <= 0:
         return int(logits.argmax())
     scaled = (logits - logits.max()) / max(temperature, 1e-6)

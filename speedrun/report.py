@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,10 @@ from typing import Any
 import torch
 
 import retrograd as rg
+from retrograd.cli.terminal import discard, printable, tell
+from retrograd.files import save_figure
 from retrograd.measure import activation_bytes
+from speedrun import metrics
 from speedrun.loop import Objective, Run
 from speedrun.model import LanguageModel, angles
 from speedrun.text import bigram_bits
@@ -22,6 +25,7 @@ from speedrun.text import bigram_bits
 MIB = 2**20
 MEASURED = 2**30  # plain autograd is measured if it needs less than this, else counted by the plan
 BETWEEN_LINES = 10  # seconds
+BETWEEN_DRAWINGS = 0.2
 
 Facts = dict[str, Any]  # what summary.json has
 
@@ -36,7 +40,10 @@ def peak_memory() -> int:
 
 
 class Progress:
-    """A bar on a terminal; a line every ten seconds elsewhere; nothing if `quiet`."""
+    """A bar on a terminal; a line every ten seconds elsewhere; nothing if `quiet`.
+
+    What cannot be written, because the terminal is closed or the disk is full, is dropped.
+    """
 
     def __init__(self, steps: int, done: int, quiet: bool = False) -> None:
         self.steps = steps
@@ -49,34 +56,57 @@ class Progress:
             self.bar = _bar()
         if self.bar is not None:
             self.task = self.bar.add_task("", total=steps, completed=done)
-            self.bar.start()
+            with self._dropped():
+                self.bar.start()
 
-    def show(self, metrics: dict[str, float]) -> None:
-        step = int(metrics["step"])
+    def show(self, taken: metrics.Metrics) -> None:
+        step = int(taken["step"])
         text = (
-            f"{metrics['bits_per_byte']:.3f} bits/byte  {metrics['bytes_per_second']:,.0f} "
+            f"{taken['bits_per_byte']:.3f} bits/byte  {taken['bytes_per_second']:,.0f} "
             f"bytes/s  {peak_memory() / MIB:,.0f} MiB"
         )
         if self.bar is not None:
-            self.bar.update(self.task, completed=step, description=text)
+            self._draw(step, text)
         elif not self.quiet:
             self._print(step, text)
+
+    def _draw(self, step: int, text: str) -> None:
+        self.bar.update(self.task, completed=step, description=text)
+        now = time.monotonic()
+        if now - self.printed > BETWEEN_DRAWINGS or step == self.steps:
+            self.printed = now
+            with self._dropped():
+                self.bar.refresh()
+
+    @contextlib.contextmanager
+    def _dropped(self) -> Iterator[None]:
+        """Errors of the terminal end the progress, not the training."""
+        try:
+            yield
+        except (OSError, ValueError):
+            self.bar = None
+            self.quiet = True
+            discard(2)
 
     def _print(self, step: int, text: str) -> None:
         now = time.monotonic()
         if now - self.printed > BETWEEN_LINES or step == self.steps:
             per_step = (now - self.start) / max(step - self.first, 1)
             left = per_step * (self.steps - step)
-            print(f"{step}/{self.steps}  {text}  {left:.0f} s left", file=sys.stderr, flush=True)
+            tell(f"{step}/{self.steps}  {text}  {left:.0f} s left")
             self.printed = now
 
     def close(self) -> None:
         if self.bar is not None:
-            self.bar.stop()
+            with self._dropped():
+                self.bar.stop()
 
 
 def _bar() -> Any:
-    """A progress bar of rich on stderr; None if rich is not installed."""
+    """A progress bar of rich on stderr; None if rich is not installed.
+
+    It is refreshed by `Progress`: a thread of its own could not drop its errors.
+    """
     try:
         from rich import progress
         from rich.console import Console
@@ -88,21 +118,24 @@ def _bar() -> Any:
         progress.TextColumn("{task.description}"),
         progress.TimeRemainingColumn(),
         console=Console(stderr=True),
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
     )
 
 
-def tensorboard(folder: Path, done: int) -> Callable[[dict[str, float]], None]:
+def tensorboard(folder: Path, done: int) -> Callable[[metrics.Metrics], None]:
     """A function that sends metrics to TensorBoard, if it is installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        return lambda metrics: None
+        return lambda taken: None
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
 
-    def write(metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
+    def write(taken: metrics.Metrics) -> None:
+        for name, value in taken.items():
             if name != "step":
-                writer.add_scalar(name, value, int(metrics["step"]))
+                writer.add_scalar(name, value, int(taken["step"]))
 
     return write
 
@@ -204,7 +237,7 @@ def table(facts: Facts, sample: str) -> str:
     left = max(len(name) for name, _, _ in rows)
     right = max(len(value) for _, value, _ in rows)
     lines = [f"{name:<{left}}  {value:>{right}}  {note}".rstrip() for name, value, note in rows]
-    written = [f"    {line}" for line in sample.splitlines()]
+    written = [f"    {line}" for line in printable(sample).split("\n")]
     return "\n".join([*lines, "", "a sample:", *written])
 
 
@@ -223,9 +256,9 @@ def draw(run: Run, facts: Facts, own: rg.StepPlan, plain: rg.StepPlan) -> list[P
 def _draw_loss(run: Run, facts: Facts, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    metrics = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [row["step"] for row in metrics]
-    losses = [row["bits_per_byte"] for row in metrics]
+    rows = metrics.read(run.folder / "metrics.jsonl")
+    steps = [row["step"] for row in rows]
+    losses = [row["bits_per_byte"] for row in rows]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, losses, linewidth=0.8, label="training text")
@@ -242,4 +275,4 @@ def _draw_loss(run: Run, facts: Facts, path: Path) -> None:
     axes.set_title(f"{facts['depth']} reversible layers")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path, dpi=150)

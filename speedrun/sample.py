@@ -7,14 +7,16 @@ import codecs
 import json
 import math
 import os
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from retrograd.cli.mistakes import Mistake
+from retrograd.cli.terminal import printable, tell
 from speedrun import checkpoints
+from speedrun.folders import quoted
 from speedrun.model import LanguageModel
 from speedrun.settings import Settings
 
@@ -47,23 +49,36 @@ def run(options: argparse.Namespace) -> int:
     written = model.generate(
         prompt, options.count, temperature=options.temperature, generator=generator
     )
-    if options.json:
+    try:
+        _write(prompt, written, options.json)
+    except FloatingPointError as error:
+        raise Mistake(
+            f"{options.folder}: {error}: its weights are damaged, or its training diverged. Train "
+            "anew, with a smaller --lr."
+        ) from error
+    return 0
+
+
+def _write(prompt: bytes, written: Iterator[int], as_json: bool) -> None:
+    """Print the prompt and what follows. Control characters are escaped, but not in JSON: that
+    escapes them itself.
+    """
+    if as_json:
         text = bytes(written).decode(errors="replace")
         print(json.dumps({"prompt": prompt.decode(errors="replace"), "text": text}))
-        return 0
+        return
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    print(options.prompt, end="", flush=True)
+    print(printable(prompt.decode(errors="replace")), end="", flush=True)
     for byte in written:
-        print(decoder.decode(bytes([byte])), end="", flush=True)
+        print(printable(decoder.decode(bytes([byte]))), end="", flush=True)
     print(decoder.decode(b"", final=True))
-    return 0
 
 
 def _check(options: argparse.Namespace) -> None:
     if not (options.folder / "configuration.json").exists():
         raise Mistake(
             f"{options.folder}: there is no run in it. Train one: python -m speedrun train --out "
-            f"{options.folder}"
+            f"{quoted(options.folder)}"
         )
     if options.count < 0 or not 0 <= options.temperature < math.inf:
         raise Mistake("--count and --temperature are numbers not below zero.")
@@ -76,7 +91,8 @@ def _trained(folder: Path) -> LanguageModel:
     configuration = folder / "configuration.json"
     try:
         settings = Settings.read(configuration)
-    except (ValueError, TypeError) as error:
+        settings.check_memory()
+    except ValueError as error:
         raise Mistake(f"{configuration} cannot be read: {error}") from error
     model = LanguageModel(settings.config())
     try:
@@ -88,4 +104,4 @@ def _trained(folder: Path) -> LanguageModel:
 
 
 def _say(line: str) -> None:
-    print(f"speedrun sample: {line}", file=sys.stderr)
+    tell(f"speedrun sample: {line}")

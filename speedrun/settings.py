@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
+import os
 from pathlib import Path
 
 import retrograd as rg
-from retrograd.files import write_whole
+from retrograd.budget import human
+from retrograd.files import open_regular, write_whole
 from speedrun.model import Config
 
 DTYPES = ("float32", "bfloat16")
+MAY_CHANGE = ("data", "steps", "save_every", "shard")  # in a run that is resumed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Settings:
     fingerprint: str = ""  # of the text, which must not change before a run is resumed
 
     def __post_init__(self) -> None:
+        self._check_types()
         self.config()  # raises for shapes that do not fit
         self.memory_mode()
         for name in ("batch", "accumulate", "steps", "save_every"):
@@ -52,6 +57,22 @@ class Settings:
         self._require("dropout", 0 <= self.dropout < 1, "must be at least 0 and below 1.")
         self._require("seed", 0 <= self.seed < 2**31, "must be at least 0 and below 2**31.")
         self._require("warmup", self.warmup >= 0, "must not be below 0.")
+        self._require("decay", 0 <= self.decay < math.inf, "must be a number, at least 0.")
+        self._require("clip", 0 < self.clip < math.inf, "must be a number above 0.")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            is_small = not isinstance(value, int) or value < 2**31
+            self._require(field.name, is_small, "must be below 2**31.")
+
+    def _check_types(self) -> None:
+        """Whether each setting has the type of its default, as those of a file may not."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            kinds = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+            allowed = kinds.get(str(field.type), (str, type(None)))
+            is_bool = isinstance(value, bool)
+            if not isinstance(value, allowed) or is_bool != (bool in allowed):
+                raise ValueError(f"{field.name} is {value!r:.50}, not {field.type}.")
 
     def _require(self, name: str, holds: bool, message: str) -> None:
         if not holds:
@@ -75,9 +96,46 @@ class Settings:
             return rg.Keep()
         return rg.Budget(self.memory)
 
+    def check_memory(self) -> None:
+        """Raise `ValueError` if such a model cannot be trained in the memory of this machine."""
+        needed = self._least_bytes()
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > there:
+            raise ValueError(
+                f"such a model needs more than {human(needed)}, and this machine has "
+                f"{human(there)}: use a smaller --width, --depth, --batch or --context."
+            )
+
+    def _least_bytes(self) -> int:
+        """A lower bound of the memory that training needs: weights, gradients, moments, a batch."""
+        width = self.width
+        parameters = 256 * width + self.depth * 12 * width**2
+        modules = self.depth * 2**14  # an empty layer takes more
+        sequences = self.batch * self.context * 8
+        streams = self.batch // self.accumulate * self.context * width * 4 * 2
+        return 4 * 4 * parameters + modules + sequences + streams
+
+    def digest(self) -> str:
+        """A hash of the settings that decide the numbers of a step."""
+        facts = dataclasses.asdict(self)
+        lasting = {name: value for name, value in facts.items() if name not in MAY_CHANGE}
+        return hashlib.sha256(json.dumps(lasting).encode()).hexdigest()
+
     def write(self, path: Path) -> None:
         write_whole(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Settings:
-        return cls(**json.loads(path.read_text()))
+        """The settings in a file. Raises `ValueError` if it is not one of settings."""
+        with open_regular(path) as file:
+            content = file.read()
+        try:
+            found = json.loads(content)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"it has {type(found).__name__}, not settings by name")
+        names = {field.name for field in dataclasses.fields(cls)}
+        for name in found.keys() ^ names:
+            raise ValueError(f"{name!r:.50} is {'missing' if name in names else 'no setting'}")
+        return cls(**found)

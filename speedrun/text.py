@@ -10,6 +10,8 @@ import bisect
 import functools
 import hashlib
 import itertools
+import mmap
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from retrograd.files import open_regular
 
 HELD_OUT = 16  # one file in 16 is held out; of a single file, its last sixteenth
 MAPPED = 256  # files that are memory-mapped at a time
@@ -41,9 +45,22 @@ class Piece:
     def read(self, start: int, count: int) -> Tensor:
         """Up to `count` bytes from position `start` of the piece on."""
         begin = self.start + start
-        return self._mapped()[begin : min(begin + count, self.stop)]
+        content = self._mapped()[begin : min(begin + count, self.stop)]
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
-    def _mapped(self) -> Tensor:
+    def blocks(self) -> Iterator[bytes]:
+        """All bytes, a MiB at a time. They are read, not mapped: so they take no memory."""
+        left = len(self)
+        with open_regular(self.path) as file:
+            file.seek(self.start)
+            while left:
+                block = file.read(min(left, MIB))
+                if not block:
+                    raise TextError(f"{self.path} has become smaller while it was read.")
+                left -= len(block)
+                yield block
+
+    def _mapped(self) -> mmap.mmap:
         try:
             if self.path.stat().st_size < self.stop:  # reading beyond the end kills the process
                 raise TextError(
@@ -51,8 +68,10 @@ class Piece:
                     "with --resume."
                 )
             return _mapped(self.path, self.stop)
-        except (OSError, RuntimeError) as error:
-            why = str(error).splitlines()[0]
+        except (OSError, ValueError) as error:
+            if isinstance(error, TextError):
+                raise
+            why = error.strerror if isinstance(error, OSError) else error
             raise TextError(
                 f"{self.path} cannot be read any more ({why}). Put it back, and go on with "
                 "--resume."
@@ -60,8 +79,10 @@ class Piece:
 
 
 @functools.lru_cache(MAPPED)
-def _mapped(path: Path, size: int) -> Tensor:
-    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+def _mapped(path: Path, size: int) -> mmap.mmap:
+    """A file in memory, read-only: so it may be larger than the memory."""
+    with open_regular(path) as file:
+        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
 
 
 class Text:
@@ -73,15 +94,6 @@ class Text:
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
-
-    def fingerprint(self) -> str:
-        """A hash of the size, the first and the last bytes of each piece."""
-        found = hashlib.sha256()
-        for piece in self.pieces:
-            first = piece.read(0, 1024).tolist()
-            last = piece.read(max(len(piece) - 1024, 0), 1024).tolist()
-            found.update(repr((len(piece), first, last)).encode())
-        return found.hexdigest()[:16]
 
     def read(self, start: int, count: int) -> Tensor:
         """`count` bytes from `start` on, as integers."""
@@ -132,6 +144,18 @@ def read_text(source: Path | None, without: Sequence[Path] = ()) -> tuple[Text, 
     return _split_files(pieces, source or _standard_library())
 
 
+def fingerprint(*texts: Text) -> str:
+    """A hash of all bytes of texts, and of where their pieces begin."""
+    found = hashlib.sha256()
+    for text in texts:
+        found.update(f"{len(text.pieces)} pieces\n".encode())
+        for piece in text.pieces:
+            found.update(f"{len(piece)} bytes\n".encode())
+            for block in piece.blocks():
+                found.update(block)
+    return found.hexdigest()
+
+
 def _split_file(piece: Piece) -> tuple[Text, Text]:
     """The beginning of a file, and its last sixteenth."""
     cut = piece.stop - piece.stop // HELD_OUT
@@ -148,7 +172,7 @@ def _split_files(pieces: Sequence[Piece], root: Path) -> tuple[Text, Text]:
 
 
 def _is_held_out(path: Path) -> bool:
-    digest = hashlib.sha256(str(path).encode()).hexdigest()
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()
     return int(digest, 16) % HELD_OUT == 0
 
 

@@ -24,18 +24,30 @@ import torch
 import torch.distributed as dist
 
 import retrograd as rg
-from retrograd.cli.mistakes import INTERRUPTED, Mistake
+from retrograd.budget import human
+from retrograd.cli.mistakes import INTERRUPTED, Mistake, of_file
+from retrograd.cli.terminal import printable, tell
 from retrograd.files import write_whole
-from speedrun import report
+from speedrun import folders, report
 from speedrun.checkpoints import CheckpointError
-from speedrun.loop import Run, TrainingError, agree
+from speedrun.loop import Run, TrainingError
+from speedrun.metrics import Metrics
+from speedrun.ranks import (
+    SaidForAll,
+    agree,
+    alike,
+    exit_at_once,
+    process_group,
+    together,
+    with_rank,
+)
 from speedrun.settings import DTYPES, Settings
-from speedrun.text import TextError, read_text
+from speedrun.text import Text, TextError, fingerprint, read_text
 
-RUNS = Path("runs")
 PROMPT = b"def "  # of the sample at the end
-
-Metrics = dict[str, float]
+LONG_TO_READ = 2**30  # bytes
+BUDGET = r"Budget\(limit='(.*?)'\)"  # in messages of `rg.BudgetError`
+MEMORY = r"--memory \1"
 
 
 # --- options
@@ -122,7 +134,7 @@ def _add_run_options(train: argparse.ArgumentParser) -> None:
         help="continue the run in --out, or the newest one",
     )
     train.add_argument(
-        "--out", type=Path, default=None, help="the folder of the run (runs/001, and so on)"
+        "--out", type=_folder, default=None, help="the folder of the run (runs/001, and so on)"
     )
     train.add_argument(
         "--json",
@@ -132,21 +144,27 @@ def _add_run_options(train: argparse.ArgumentParser) -> None:
     )
 
 
+def _folder(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty: name a folder.")
+    return Path(text)
+
+
 # --- the command
 
 
 def run(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("safetensors") is None:
         raise Mistake("checkpoints need safetensors: pip install -c constraints.txt -e '.[train]'.")
-    with _errors_as_mistakes():
-        with _process_group():
-            trained = _train(options)
+    with _errors_as_mistakes(), contextlib.ExitStack() as held:
+        with process_group():
+            trained = _train(options, held)
         finished = trained.done == trained.settings.steps
         if finished and trained.rank == 0:
             _finish(_in_one_process(trained), options)
     code = 0 if finished else INTERRUPTED
     if trained.world > 1:
-        _exit_at_once(code)
+        exit_at_once(code)
     return code
 
 
@@ -155,53 +173,54 @@ def _errors_as_mistakes() -> Iterator[None]:
     """Turn the errors that a user can correct into messages of one line."""
     try:
         yield
-    except (CheckpointError, TrainingError, TextError) as error:
-        raise Mistake(str(error)) from error
-    except rg.BudgetError as error:
-        message, _ = str(error).split("\n", 1)
-        message = re.sub(r"Budget\(limit='(.*?)'\)", r"--memory \1", message)
-        raise Mistake(f"{message} Allow more, or use --memory reverse.") from error
-    except RuntimeError as error:
-        if "allocate memory" not in str(error):
+    except SaidForAll as said:
+        message = _message(said.error)
+        if message is None:
+            raise said.error from None
+        raise Mistake(message) from said.error
+    except Exception as error:
+        message = _message(error)
+        if message is None:
             raise
-        raise Mistake(
+        raise Mistake(with_rank(message) if message else "") from error
+
+
+def _message(error: Exception) -> str | None:
+    """What a user can correct, in one line. None for any other error."""
+    if isinstance(error, (Mistake, CheckpointError, TrainingError, TextError)):
+        return str(error)
+    if isinstance(error, rg.BudgetError):
+        first = str(error).split("\n", 1)[0]
+        return f"{re.sub(BUDGET, MEMORY, first)} Allow more, or use --memory reverse."
+    if isinstance(error, (rg.RetrogradError, FloatingPointError)):
+        return " ".join(str(error).split())
+    if isinstance(error, OSError):
+        return of_file(error)
+    text = str(error)
+    if isinstance(error, MemoryError) or "allocate memory" in text:
+        return (
             "there is not enough memory for such a model: use a smaller --width, --depth, --batch "
             "or --context."
-        ) from error
-    except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        raise Mistake(f"{error.strerror or error}{where}.") from error
+        )
+    if isinstance(error, dist.DistError) or "gloo" in text:
+        why = text.strip().splitlines()[0].rstrip(".")
+        return f"another process is lost ({why}). Go on from the last checkpoint with --resume."
+    return None
 
 
-@contextlib.contextmanager
-def _process_group() -> Iterator[None]:
-    """A process group, if torchrun started several processes."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        yield
-        return
-    dist.init_process_group("gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def _train(options: argparse.Namespace, held: contextlib.ExitStack) -> Run:
+    """The run of these options, trained to its end or interrupted.
 
-
-def _exit_at_once(code: int) -> None:
-    """Exit without the interpreter's own clean-up, which sometimes aborts in gloo's threads."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _train(options: argparse.Namespace) -> Run:
-    """The run of these options, trained to its end or interrupted."""
-    settings, folder = agree(lambda: _settings_and_folder(options))
+    `held` gets what is held until the run has ended: the lock of its folder.
+    """
+    choose = _of_existing_run if options.resume else _of_new_run
+    settings, folder = agree(lambda: choose(options, held))
     trained = _prepared(settings, folder, options.resume)
     is_first = trained.rank == 0
 
     def say(line: str) -> None:
         if is_first:
-            print(f"speedrun train: {line}", file=sys.stderr)
+            tell(f"speedrun train: {line}")
 
     if options.resume:
         _resume(trained, say)
@@ -209,30 +228,46 @@ def _train(options: argparse.Namespace) -> Run:
         _begin(trained, say)
     _train_steps(trained, quiet=options.json or not is_first)
     if trained.done < trained.settings.steps:
-        resume = f"{_program(trained.world)} train --resume --out {shlex.quote(str(folder))}"
+        resume = f"{_program(trained.world)} train --resume --out {folders.quoted(folder)}"
         say(f"interrupted after step {trained.done}, and saved. Go on with: {resume}")
     return trained
 
 
 def _prepared(settings: Settings, folder: Path, resume: bool) -> Run:
     """A run that has its text, its model and its optimizer, and has taken no step."""
+    text, held_out, found = together(lambda: _text(settings, folder))
+    first = agree(lambda: found)
+    together(lambda: _check_text(settings, folder, resume, found, first))
+    settings = dataclasses.replace(settings, fingerprint=found)
+    if resume and not dist.is_initialized():  # one process may continue what several began
+        settings = dataclasses.replace(settings, shard=False)
+    with alike():
+        return Run(settings, folder, text, held_out)
+
+
+def _text(settings: Settings, folder: Path) -> tuple[Text, Text, str]:
+    """The text to train on, the text held out, and the fingerprint of both."""
     source = None if settings.data is None else Path(settings.data)
-    text, held_out = read_text(source, without=(folder, RUNS))
-    fingerprint = text.fingerprint()
-    if settings.fingerprint not in ("", fingerprint):
+    text, held_out = read_text(source, without=(folder, folders.RUNS))
+    if len(text) > LONG_TO_READ:
+        tell(f"speedrun train: reading {human(len(text))} of text, to know it again with --resume")
+    return text, held_out, fingerprint(text, held_out)
+
+
+def _check_text(settings: Settings, folder: Path, resume: bool, found: str, first: str) -> None:
+    if found != first:
+        raise Mistake(
+            f"{settings.data}: the text is not the one that the first process has. Copy it there."
+        )
+    if resume and settings.fingerprint != found:
         raise Mistake(
             f"--resume: the text of {folder} is not what it was when the run was begun. Put it "
             "back, or begin anew."
         )
-    settings = dataclasses.replace(settings, fingerprint=fingerprint)
-    if resume and not dist.is_initialized():  # one process may continue what several began
-        settings = dataclasses.replace(settings, shard=False)
-    return Run(settings, folder, text, held_out)
 
 
 def _begin(run: Run, say: Callable[[str], None]) -> None:
     settings = run.settings
-    run.folder.mkdir(parents=True, exist_ok=True)
     settings.write(run.folder / "configuration.json")
     (run.folder / "metrics.jsonl").write_text("")
     parameters = sum(p.numel() for p in run.model.parameters())
@@ -242,10 +277,27 @@ def _begin(run: Run, say: Callable[[str], None]) -> None:
 
 def _resume(run: Run, say: Callable[[str], None]) -> None:
     run.resume(say)
+    steps = run.settings.steps
+    with alike():
+        if steps < run.done:
+            raise Mistake(
+                f"--steps {steps}: the run in {run.folder} has taken {run.done} steps. Give more, "
+                "or begin a new run."
+            )
+    if run.rank == 0:
+        _store_steps(run)
     if run.done:
-        say(f"going on after step {run.done} of {run.settings.steps}")
+        say(f"going on after step {run.done} of {steps}")
     else:
         say("no checkpoint yet: beginning again")
+
+
+def _store_steps(run: Run) -> None:
+    """Store the number of steps, if it is another than the run was begun with."""
+    configuration = run.folder / "configuration.json"
+    stored = Settings.read(configuration)
+    if stored.steps != run.settings.steps:
+        dataclasses.replace(stored, steps=run.settings.steps).write(configuration)
 
 
 def _train_steps(run: Run, quiet: bool) -> None:
@@ -254,10 +306,10 @@ def _train_steps(run: Run, quiet: bool) -> None:
         progress = report.Progress(run.settings.steps, run.done, quiet)
         log = report.tensorboard(run.folder, run.done) if run.rank == 0 else None
 
-        def after_step(metrics: Metrics) -> bool:
-            progress.show(metrics)
+        def after_step(taken: Metrics) -> bool:
+            progress.show(taken)
             if log is not None:
-                log(metrics)
+                log(taken)
             return bool(caught)
 
         try:
@@ -270,16 +322,21 @@ def _train_steps(run: Run, quiet: bool) -> None:
 def _signals() -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP, so that the current step can be finished and saved.
 
-    A second Ctrl-C raises KeyboardInterrupt.
+    Signals that are ignored, as `nohup` has SIGHUP ignored, stay so. A second Ctrl-C raises
+    KeyboardInterrupt.
     """
     caught: list[int] = []
 
     def note(number: int, _: Any) -> None:
         caught.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.SIGINT in before:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    numbers = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
-    before = {number: signal.signal(number, note) for number in numbers}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, note)
     try:
         yield caught
     finally:
@@ -287,66 +344,53 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-# --- settings and folder of a run
+# --- settings of a run
 
 
-def _settings_and_folder(options: argparse.Namespace) -> tuple[Settings, Path]:
-    if options.resume:
-        return _of_existing_run(options)
-    return _of_new_run(options)
-
-
-def _of_new_run(options: argparse.Namespace) -> tuple[Settings, Path]:
+def _of_new_run(options: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Settings, Path]:
     """The settings of the command line, and a folder without a run in it."""
-    folder = options.out
-    if folder is None:
-        runs = _numbered_runs()
-        number = int(runs[-1].name) + 1 if runs else 1
-        folder = RUNS / f"{number:03d}"
-    _check_new_folder(folder)
     try:
-        return Settings(**_given(options)), folder
+        settings = Settings(**_given(options))
+        settings.check_memory()
     except ValueError as error:
         raise Mistake(str(error)) from error
+    return settings, held.enter_context(folders.begun(options.out))
 
 
-def _check_new_folder(folder: Path) -> None:
-    if not str(folder).strip():
-        raise Mistake("--out is empty: name a folder.")
-    if folder.exists() and not folder.is_dir():
-        raise Mistake(f"--out {folder} is a file; name a folder.")
-    for name in ("configuration.json", "metrics.jsonl", "checkpoints"):
-        if (folder / name).exists():
-            raise Mistake(
-                f"--out {folder}: there is a run in it. Add --resume to go on with it, or name "
-                "another folder."
-            )
-
-
-def _of_existing_run(options: argparse.Namespace) -> tuple[Settings, Path]:
+def _of_existing_run(
+    options: argparse.Namespace, held: contextlib.ExitStack
+) -> tuple[Settings, Path]:
     """The settings of the run in --out, or of the newest one."""
-    runs = _numbered_runs()
-    folder = options.out or (runs[-1] if runs else RUNS)
+    folder = held.enter_context(folders.resumed(options.out))
+    given = _given(options)
+    steps = given.pop("steps", None)
+    settings = _stored(folder)
+    _check_same(settings, given, folder)
+    if steps is not None:  # the run is made longer
+        settings = dataclasses.replace(settings, steps=steps)
+    return settings, folder
+
+
+def _stored(folder: Path) -> Settings:
     configuration = folder / "configuration.json"
-    if not configuration.exists():
-        raise Mistake(f"--resume: there is no run in {folder}. Leave it out to begin one.")
     try:
         settings = Settings.read(configuration)
-    except (ValueError, TypeError) as error:
+        settings.check_memory()
+    except ValueError as error:
         raise Mistake(f"{configuration} cannot be read: {error}") from error
-    _check_same(settings, _given(options), folder)
-    return settings, folder
+    return settings
 
 
 def _check_same(settings: Settings, given: dict[str, Any], folder: Path) -> None:
     """A resumed run keeps its settings: the command line may not ask for other ones."""
-    others = [name for name, value in given.items() if value != getattr(settings, name)]
-    if others:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in others)
-        raise Mistake(
-            f"{names}: the run in {folder} was begun with another value. Leave it out, or begin a "
-            "new run."
-        )
+    for name, value in given.items():
+        there = getattr(settings, name)
+        if value != there:
+            option = f"--{name.replace('_', '-')}"
+            raise Mistake(
+                f"{option} {value}: the run in {folder} was begun with {there}. Leave {option} "
+                "out, or begin a new run. Only --steps can be changed."
+            )
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
@@ -356,13 +400,6 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     if given.get("data") is not None:
         given["data"] = os.path.abspath(given["data"])
     return given
-
-
-def _numbered_runs() -> list[Path]:
-    """The folders runs/001, runs/002 and so on, in order."""
-    if not RUNS.is_dir():
-        return []
-    return sorted(path for path in RUNS.glob("[0-9][0-9][0-9]") if path.is_dir())
 
 
 # --- the end
@@ -380,6 +417,8 @@ def _in_one_process(run: Run) -> Run:
 
 def _finish(run: Run, options: argparse.Namespace) -> None:
     """Evaluate, sample, draw; write `summary.json`; print the result."""
+    if not options.json:
+        tell("speedrun train: evaluating, measuring a step, sampling")
     own_plan, plain_plan = report.plans(run)
     facts = report.summary(run, plain_plan)
     generator = torch.Generator().manual_seed(run.settings.seed)
@@ -394,8 +433,8 @@ def _finish(run: Run, options: argparse.Namespace) -> None:
     names = ["configuration.json", "metrics.jsonl", "checkpoints", "summary.json"]
     names += [path.name for path in pictures]
     print(report.table(facts, sample))
-    print(f"\n{run.folder}: {', '.join(names)}")
-    folder = shlex.quote(str(run.folder))
+    print(printable(f"\n{run.folder}: {', '.join(names)}"))
+    folder = folders.quoted(run.folder)
     print(f"sample more: {_program()} sample {folder} --prompt 'import '")
 
 

@@ -502,7 +502,7 @@ def test_a_run_is_not_overwritten_and_not_resumed_with_other_settings(finished, 
         in capsys.readouterr().err
     )
     assert main(["train", "--resume", "--depth", "3", "--out", str(run)]) == 2
-    assert "--depth: the run in" in capsys.readouterr().err
+    assert "--depth 3: the run in" in capsys.readouterr().err
 
 
 def test_more_processes_than_a_batch_has(data, tmp_path):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from retrograd.core.memory import Choice, Plan
+from retrograd.files import save_figure
 from retrograd.html_tables import escape, html_table
 from retrograd.line_labels import LineLabel, label_lines
 from retrograd.planner import choices_of, least_peak, level_in
@@ -116,7 +117,7 @@ class StepPlan:
         axes.set(ylabel="MiB of activations and gradients")
         axes.spines[["top", "right"]].set_visible(False)
         label_lines(axes, labels, rise=0.05)
-        figure.savefig(path)
+        save_figure(figure, path)
 
 
 def forecast(

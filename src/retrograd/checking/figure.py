@@ -6,6 +6,7 @@ import math
 import os
 from typing import TYPE_CHECKING
 
+from retrograd.files import save_figure
 from retrograd.line_labels import LineLabel, label_lines
 from retrograd.sizes import MIB, human
 
@@ -31,7 +32,7 @@ def draw(report: Report, path: str | os.PathLike[str] | None = None) -> Figure:
     for axes in (memory, drift):
         axes.spines[["top", "right"]].set_visible(False)
     if path is not None:
-        figure.savefig(path)
+        save_figure(figure, path)
     return figure
 
 

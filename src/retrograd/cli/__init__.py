@@ -17,18 +17,19 @@ def parser() -> argparse.ArgumentParser:
         prog="retrograd", description="Train very deep networks without storing their activations."
     )
     made.add_argument("--version", action="store_true", help="print the version")
+    made.set_defaults(run=lambda options: _without_command(made, options))
     commands = made.add_subparsers(dest="command", metavar="COMMAND")
     for verb in VERBS:
         verb.add(commands)
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    made = parser()
-    options = made.parse_args(arguments)
-    if options.version:
-        print(f"retrograd {retrograd.__version__}")
-        return 0
-    if options.command is None:
+def _without_command(made: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if not options.version:
         made.error("which command? See retrograd --help")
-    return run_command(f"retrograd {options.command}", lambda: options.run(options))
+    print(f"retrograd {retrograd.__version__}")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command("retrograd", parser(), arguments)

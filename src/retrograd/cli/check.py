@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrograd.cli.colours import show
-from retrograd.cli.mistakes import Mistake
+from retrograd.cli.mistakes import Mistake, of_file
 from retrograd.cli.target import HELP, load, one_line, user_code
+from retrograd.cli.terminal import printable, tell
 from retrograd.files import write_whole
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(report.to_json())
     else:
-        show(str(report))
+        show(printable(str(report)))
     return 0 if report.ok else WRONG
 
 
@@ -80,7 +80,7 @@ def _write_page(report: Report, path: Path) -> None:
     try:
         write_whole(path, PAGE.format(report=report._repr_html_()))
     except OSError as error:
-        raise _file_mistake(error) from error
+        raise Mistake(of_file(error)) from error
 
 
 def check_path(path: Path) -> None:
@@ -100,10 +100,7 @@ def can_plot(path: Path) -> bool:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        print(
-            f"no picture {path}: matplotlib is not installed (pip install 'retrograd[plots]')",
-            file=sys.stderr,
-        )
+        tell(f"no picture {path}: matplotlib is not installed (pip install 'retrograd[plots]')")
         return False
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:
@@ -116,10 +113,6 @@ def draw(plot: Callable[..., Any], path: Path, *others: Any) -> None:
     try:
         plot(path, *others)
     except OSError as error:
-        raise _file_mistake(error) from error
+        raise Mistake(of_file(error)) from error
     except Exception as error:  # some file types need more than matplotlib
         raise Mistake(f"{path}: {one_line(error)}.") from error
-
-
-def _file_mistake(error: OSError) -> Mistake:
-    return Mistake(f"{error.strerror or error}: {error.filename}.")

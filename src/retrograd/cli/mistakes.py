@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
+import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
+
+from retrograd.cli.terminal import discard, open_standard_streams, tell
 
 MISTAKE = 2
 INTERRUPTED = 130  # as shells report SIGINT
@@ -13,38 +14,54 @@ OUTPUT_CLOSED = 141  # as shells report SIGPIPE
 
 
 class Mistake(Exception):
-    """A mistake that the user can correct. Its text says how, in one line."""
+    """A mistake that the user can correct. Its text says how, in one line.
+
+    Of several processes that meet the same mistake, one has the text; that of the others is empty,
+    and nothing is printed.
+    """
 
 
-def run_command(name: str, command: Callable[[], int]) -> int:
-    """Run a command and return its exit code.
+def run_command(name: str, parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
+    """Run `options.run(options)` for the arguments of a command, and return its exit code.
 
     A mistake, Ctrl-C, a full disk and an output that nobody reads end it without a traceback.
     """
+    open_standard_streams()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        code = command()
-        sys.stdout.flush()  # so that an error of the output is raised here
-        return code
-    except Mistake as mistake:
-        if os.environ.get("RANK", "0") == "0":  # under torchrun, one process prints
-            print(f"{name}: {mistake}", file=sys.stderr)
-        return MISTAKE
+        try:
+            options = parser.parse_args(arguments)
+            return _run(name, options)
+        finally:
+            sys.stdout.flush()  # so that an error of the output is raised here
     except BrokenPipeError:  # for example under `| head`
-        _discard_output()
+        discard(1)
         return OUTPUT_CLOSED
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EIO):
-            raise
-        _discard_output()
-        print(f"{name}: {error.strerror}.", file=sys.stderr)
+        discard(1)
+        tell(f"{name}: {of_file(error)}")
+        return MISTAKE
+
+
+def _run(name: str, options: argparse.Namespace) -> int:
+    if "command" in options:
+        name = f"{name} {options.command}"
+    try:
+        return options.run(options)
+    except Mistake as mistake:
+        if str(mistake):
+            tell(f"{name}: {mistake}")
+        return MISTAKE
+    except MemoryError:
+        tell(f"{name}: there is not enough memory.")
         return MISTAKE
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
+        tell(f"{name}: interrupted")
         return INTERRUPTED
 
 
-def _discard_output() -> None:
-    """Send the rest of stdout nowhere, so that flushing it at exit cannot fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+def of_file(error: OSError) -> str:
+    """What went wrong with which file, in one line."""
+    where = f": {error.filename}" if error.filename else ""
+    return f"{error.strerror or error}{where}."

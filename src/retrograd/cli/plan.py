@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from retrograd.cli.check import WRONG, can_plot, draw
 from retrograd.cli.mistakes import Mistake
 from retrograd.cli.target import HELP, load, one_line, user_code
+from retrograd.cli.terminal import printable
 
 if TYPE_CHECKING:
     from retrograd.stepplan import StepPlan
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([_facts(plan) for plan in plans], indent=2))
     else:
-        print(*plans, sep="\n")
+        print(printable("\n".join(map(str, plans))))
     return 0
 
 

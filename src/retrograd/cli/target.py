@@ -71,7 +71,7 @@ def user_code(options: argparse.Namespace) -> Iterator[None]:
 
 
 def _import(source: str, target: str) -> ModuleType:
-    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    _append_to_path(os.getcwd())
     try:
         if source.endswith(".py"):
             return _import_file(Path(source), target)
@@ -93,9 +93,17 @@ def _import_file(path: Path, target: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # dataclasses and pickles look there
-    sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` does
+    _append_to_path(str(path.resolve().parent))
     spec.loader.exec_module(module)
     return module
+
+
+def _append_to_path(folder: str) -> None:
+    """Import from a folder what is found nowhere else. First on the path, a file there that is
+    called matplotlib.py would run in place of matplotlib.
+    """
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def _attribute(owner: object, name: str, source: str, target: str) -> Any:
