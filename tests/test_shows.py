@@ -1,5 +1,6 @@
 """What notebooks, terminals and logs show of results."""
 
+import itertools
 import re
 
 import pytest
@@ -87,6 +88,6 @@ def test_names_beside_lines_do_not_overlap():
     written = {text.get_text(): text for text in axes.texts}
     assert list(written) == ["a", "b", "$c", "far"]  # from below
     heights = [text.get_position()[1] for text in written.values()]
-    assert all(b - a >= line_labels.GAP - 1e-9 for a, b in zip(heights, heights[1:]))
+    assert all(b - a >= line_labels.GAP - 1e-9 for a, b in itertools.pairwise(heights))
     assert heights[-1] > 0.9  # where its line ends
     assert [text.get_color() for text in axes.texts] == [label.colour for label in labels]
