@@ -208,6 +208,10 @@ def test_the_page_of_the_package(tree, metadata):
     )
 
 
+def test_the_citation_has_the_version():
+    assert f"\nversion: {rg.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_the_licence_is_in_both(tree, wheel, metadata):
     assert wheel[f"{NAME}.dist-info/licenses/LICENSE"] == (tree / "LICENSE").read_bytes()
     assert metadata.get_all("License-File") == ["LICENSE"]

@@ -1,11 +1,14 @@
 """What notebooks, terminals and logs show of results."""
 
+import itertools
 import re
 
+import pytest
 import torch
 from torch import nn
 
 import retrograd as rg
+from retrograd import line_labels
 
 
 def stack_of(depth, **options):
@@ -72,3 +75,19 @@ def test_calls_that_are_measured_or_inspected_are_logged(caplog):
     caplog.clear()
     stack(x).sum().backward()
     assert not caplog.records
+
+
+def test_names_beside_lines_do_not_overlap():
+    figure_module = pytest.importorskip("matplotlib.figure")
+    axes = figure_module.Figure().subplots()
+    labels = []
+    for name, end in (("a", 1.0), ("b", 1.01), ("$c", 1.02), ("far", 9.0)):
+        (line,) = axes.plot([0, 1], [0, end])
+        labels.append(line_labels.LineLabel(1, end, name, line.get_color()))
+    line_labels.label_lines(axes, labels)
+    written = {text.get_text(): text for text in axes.texts}
+    assert list(written) == ["a", "b", "$c", "far"]  # from below
+    heights = [text.get_position()[1] for text in written.values()]
+    assert all(b - a >= line_labels.GAP - 1e-9 for a, b in itertools.pairwise(heights))
+    assert heights[-1] > 0.9  # where its line ends
+    assert [text.get_color() for text in axes.texts] == [label.colour for label in labels]

@@ -1,5 +1,7 @@
 """retrograd: train very deep PyTorch networks without storing their activations."""
 
+import typing
+
 # first, because it says in a clear line if this torch is too old, too new or lacks something
 import retrograd.core.private  # noqa: F401
 
@@ -146,12 +148,14 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-def __getattr__(name: str) -> object:
-    if name not in _RENAMED:
-        raise AttributeError(f"module 'retrograd' has no attribute {name!r}", name=name)
-    import warnings
+if not typing.TYPE_CHECKING:  # for type checkers, a name that is not there is a mistake
 
-    new = _RENAMED[name]
-    message = f"retrograd.{name} is now retrograd.{new}, and goes in the next minor release."
-    warnings.warn(message, DeprecationWarning, stacklevel=2)
-    return globals()[new]
+    def __getattr__(name):
+        if name not in _RENAMED:
+            raise AttributeError(f"module 'retrograd' has no attribute {name!r}", name=name)
+        import warnings
+
+        new = _RENAMED[name]
+        message = f"retrograd.{name} is now retrograd.{new}, and goes in the next minor release."
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return globals()[new]

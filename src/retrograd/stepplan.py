@@ -108,7 +108,7 @@ class StepPlan:
             forward = [row.forward / MIB for row in plan.rows]
             backward = [row.backward / MIB for row in reversed(plan.rows)]
             (line,) = axes.plot(range(2 * len(plan.rows)), forward + backward)
-            text = f"{plan.memory!r}: {plan.peak / MIB:.1f} MiB, time about {plan.time:.2f}"
+            text = f"{plan.memory!r}: {plan.peak / MIB:.1f} MiB, time {plan.time:.2f}"
             labels.append(LineLabel(len(plan.rows), backward[0], text, line.get_color()))
         peak = (self.peak + self.gradients) / MIB
         axes.axvline(len(self.rows) - 0.5, color="gray", linewidth=0.5)
