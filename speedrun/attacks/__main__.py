@@ -104,9 +104,8 @@ def parser() -> argparse.ArgumentParser:
         description="Attacks the trainer and the command line, and counts what is lost. Exit code: "
         "0 if nothing is, 1 if something is.",
     )
-    made.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"some of {', '.join(ATTACKS)} (all)"
-    )
+    names = f"some of {', '.join(ATTACKS)} (all)"
+    made.add_argument("names", nargs="*", metavar="NAME", help=names)
     made.add_argument("--share", type=float, default=1.0, help="of the full number of trials (1)")
     made.add_argument("--seed", type=int, default=0, help="of the random draws (0)")
     made.add_argument("--write-docs", action="store_true", help=f"write the table in {page.PAGE}")

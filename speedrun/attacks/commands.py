@@ -24,8 +24,9 @@ def sound():
     return [(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)], (torch.randn(2, 4),)
 
 def named():
-    updates = [rg.Update(a, nn.Linear(4, 4), reads=(b,)) for a, b in (("$a", "\\x1b"), ("\\x1b", "$a"))]
-    return rg.Reversible(updates), ({"$a": torch.randn(2, 4), "\\x1b": torch.randn(2, 4)},)
+    a, b = "$a", "\\x1b"
+    updates = [rg.Update(a, nn.Linear(4, 4), reads=(b,)), rg.Update(b, nn.Linear(4, 4), reads=(a,))]
+    return rg.Reversible(updates), ({a: torch.randn(2, 4), b: torch.randn(2, 4)},)
 
 def wrong():
     return [(nn.Linear(4, 4), nn.Linear(4, 4))], (torch.randn(2, 5),)

@@ -59,7 +59,7 @@ def _bits(path: Path, share: float, draws: Random) -> list[int]:
 
 
 def _fall_back(run: Attacked, path: Path, bits: Iterable[int]) -> Iterator[str | None]:
-    """Whether with each bit of a file of the newest checkpoint flipped, the one before it is read."""
+    """Flip bits of a file of the newest checkpoint: is the one before it read?"""
     model = LanguageModel(Settings.read(run.folder / "configuration.json").config())
     steps = checkpoints.steps(run.folder)
     earlier = f"{steps[-2]:08d}"

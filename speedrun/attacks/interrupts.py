@@ -95,8 +95,16 @@ def soak(steps: int, draws: Random, folder: Path) -> Outcome:
 
 
 def _train_and_count(steps: int, text: Path, folder: Path) -> int:
-    sizes = {"depth": 2, "width": 8, "heads": 1, "context": 8, "batch": 2}
-    settings = Settings(str(text), **sizes, steps=steps, save_every=max(steps // 20, 1))
+    settings = Settings(
+        data=str(text),
+        depth=2,
+        width=8,
+        heads=1,
+        context=8,
+        batch=2,
+        steps=steps,
+        save_every=max(steps // 20, 1),
+    )
     moments = (steps // 4, steps)
     seen = []
 

@@ -85,7 +85,7 @@ def shared_folders(count: int, draws: Random, folder: Path) -> Outcome:
 
 
 def full_disks(count: int, draws: Random, folder: Path) -> Outcome:
-    """Forbid files above a random size: the run ends with a line, and goes on when there is room."""
+    """Forbid files above a random size: the run ends with a line, and goes on without it."""
     text = write_text(folder)
     content, _ = whole(folder / "whole", text)
 

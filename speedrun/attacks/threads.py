@@ -1,7 +1,7 @@
 """Two threads that train, with dropout, on torch's one default generator.
 
-`docs/limits.md` says what to type: a lock around forward and backward. With it no step may raise,
-and every gradient must be that of plain autograd with the same masks.
+`docs/limits.md` says what to type: a lock around all that draws, forward and backward. With it no
+step may raise, and every gradient must be that of plain autograd with the same masks.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def _train_in_threads(count: int) -> int:
         pairs = [(Dropped(), Dropped()) for _ in range(4)]
         stack = rg.ReversibleSequence(pairs, memory=rg.Reverse(keep_last=False)).double()
         for _ in range(count // 2):
-            x = torch.randn(4, 16, dtype=torch.float64)
             stack.zero_grad()
             try:
-                with lock:
+                with lock:  # all that draws, data too
+                    x = torch.randn(4, 16, dtype=torch.float64)
                     stack(x).square().sum().backward()
             except rg.RetrogradError as error:
                 lost.append(str(error).splitlines()[0])

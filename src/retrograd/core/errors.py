@@ -436,8 +436,9 @@ def drawn_elsewhere(where: str, threads: int) -> RetrogradError:
         f"drew other random numbers in backward than in forward, while {others}.",
         "all threads share torch's default generator. If another one draws while a function runs, "
         "the numbers that the function gets cannot be had again.",
-        "give the other threads generators of their own (torch.rand(n, generator=own)), or draw "
-        "in another process.",
+        "give the other threads generators of their own (torch.rand(n, generator=own)); or let "
+        "every thread hold one threading.Lock while it draws, and from forward to the end of "
+        "backward; or draw in another process.",
     )
 
 
