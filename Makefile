@@ -29,7 +29,7 @@ types: $(VENV)/ready  ## pyright
 tests: $(PEERS)  ## pytest, on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
 
-test-torch:  ## the same on another torch, recorded in docs/limits.md: make test-torch TORCH=2.15.0 (7 GB, removed afterwards but for KEEP=1)
+test-torch:  ## the same on another torch, recorded in docs/limits.md: make test-torch TORCH=2.15.0 (8 GiB, removed afterwards but for KEEP=1)
 	@trap 'test -n "$(KEEP)" || rm -rf $(OTHER)' EXIT; set -ex; \
 	$(PYTHON) -m venv $(OTHER); \
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[dev]'; \

@@ -49,7 +49,7 @@ NAMES = [PLAIN, CHECKPOINTED, *CONVERTED]
 
 
 def llama(depth: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -88,7 +88,7 @@ class FeedForwardLayer(nn.Module):
 
 
 def gpt2(size: tuple[int, int, int]) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel  # pyright: ignore[reportMissingImports]
 
     depth, width, heads = size
     config = GPT2Config(

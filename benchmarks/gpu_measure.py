@@ -39,7 +39,7 @@ from retrograd.measure import Allocator, activation_bytes
 PEERS = ("reformer-pytorch", "revtorch", "revlib", "memcnn")
 NAMES = ("plain", "checkpoint", "retrograd", "retrograd, exact", "retrograd, 25%", *PEERS)
 
-# 48 layers of it take 6 GB in plain autograd and float32, and 1.2 GB of weights and gradients.
+# 48 layers of it take 6 GiB in plain autograd and float32, and 1.2 GiB of weights and gradients.
 FULL = Size("gpu", blocks=48, width=512, batch=8, tokens=512, heads=8)
 FULL_LAYERS = (9, 24, 48)
 QUICK = Size("gpu", blocks=12, width=16, batch=2, tokens=16, heads=2)

@@ -46,7 +46,7 @@ the device.
 WHOLE_TABLE = """\
 Below are the {differing} uses that are not equal for everyone; the other {equal} are. Every row
 and every reason are in [compatibility.jsonl](figures/compatibility.jsonl). How to use each tool
-with retrograd: [tools](tools.md).
+with retrograd: [tools](tools.md), [several processes](distributed.md).
 
 <!-- the whole table -->
 """
