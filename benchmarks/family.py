@@ -16,7 +16,7 @@ import contextlib
 import importlib.metadata
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -141,8 +141,13 @@ def softmax_of_any_type() -> Iterator[None]:
 
 
 def made(case: Case) -> nn.Module:
+    """The model in float64. Its weights are moved, because some functions start as zero."""
     torch.manual_seed(1)
-    return case.build().to(torch.float64).train()
+    model = case.build().to(torch.float64).train()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+    return model
 
 
 def step(case: Case, model: nn.Module) -> Step:
@@ -162,11 +167,15 @@ def step(case: Case, model: nn.Module) -> Step:
 
 def error(step: Step, plain: Step) -> float:
     """The largest difference of a gradient, of the largest gradient."""
-    scale = max(gradient.abs().max().item() for gradient in plain.gradients.values())
     if step.gradients.keys() != plain.gradients.keys():
         return float("inf")
-    differences = (step.gradients[n] - plain.gradients[n] for n in plain.gradients)
-    return max(each.abs().max().item() for each in differences) / scale
+    differences = [step.gradients[n] - plain.gradients[n] for n in plain.gradients]
+    return largest(differences) / largest(plain.gradients.values())
+
+
+def largest(tensors: Iterable[Tensor]) -> float:
+    sizes = torch.stack([tensor.abs().max() for tensor in tensors if tensor.numel()])
+    return sizes.max().item() if sizes.isfinite().all() else float("inf")
 
 
 def attempted(case: Case, model: nn.Module) -> Step | str:

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ STAND_INS = (
     *("sidechainnet.structure.build_info", "sidechainnet.structure.StructureBuilder"),
     *("pytorch3d", "pytorch3d.transforms", "Bio", "Bio.SeqIO", "mp_nerf", "mdtraj", "prody"),
     *("omegaconf", "taming", "taming.models", "taming.models.vqgan", "dall_e", "youtokentome"),
-    *("tokenizers", "tokenizers.processors", "transformers", "requests", "tqdm", "PIL", "packaging"),
+    *("tokenizers", "tokenizers.processors", "transformers", "requests", "tqdm", "PIL", "pkg_resources"),
 )
 
 
@@ -42,13 +42,26 @@ class StandIn(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> StandIn:
         return self
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, key: Any) -> StandIn:
+        return self
+
+    def __radd__(self, other: Any) -> Any:
+        return other
+
 
 def load(name: str) -> Any:
     """The package or module of this name, with stand-ins for what is only imported."""
     os.environ.setdefault("CLEAR_CACHE", "1")  # some keep files in the home directory otherwise
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = [part for part in STAND_INS if is_missing(part)]
+        is_real = name.partition(".")[0] == "transformers"  # it asks what else is installed
+        made = [part for part in STAND_INS if is_missing(part) and not is_real]
         sys.modules.update({part: StandIn(part) for part in made})
         try:
             return importlib.import_module(name)
@@ -61,7 +74,7 @@ def is_missing(name: str) -> bool:
     top = name.partition(".")[0]
     if name in sys.modules:
         return False
-    if isinstance(sys.modules.get(top), StandIn):
+    if isinstance(sys.modules.get(top), StandIn) or top == "transformers":
         return True
     return importlib.util.find_spec(top) is None
 
@@ -103,13 +116,18 @@ def language_model(module: str, name: str, **options: Any) -> Callable[[], nn.Mo
     return lambda: getattr(load(module), name)(**options)
 
 
+def leaf(*shape: int) -> Tensor:
+    """An input that requires grad: without, most of these engines give no gradients at all."""
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
 def axial_image(model: nn.Module) -> Tensor:
-    return weighted(model(torch.randn(2, 4, 3, 5, dtype=torch.float64)))
+    return weighted(model(leaf(2, 4, 3, 5)))
 
 
 def points(model: nn.Module) -> Tensor:
-    features = torch.randn(1, 5, 4, dtype=torch.float64)
-    places = torch.randn(1, 5, 3, dtype=torch.float64)
+    features = leaf(1, 5, 4)
+    places = leaf(1, 5, 3)
     output = model(features, places, torch.ones(1, 5, dtype=torch.bool))
     if isinstance(output, dict):
         return weighted(*output.values())
@@ -125,7 +143,7 @@ def nuwa_decoder() -> nn.Module:
 
 
 def nuwa_step(model: nn.Module) -> Tensor:
-    x, context = (torch.randn(2, n, 8, dtype=torch.float64) for n in (8, 4))
+    x, context = (leaf(2, n, 8) for n in (8, 4))
     mask = torch.ones(2, 4, dtype=torch.bool)
     return weighted(model(x, context=context, context_mask=mask))
 
@@ -140,7 +158,7 @@ def nuwa_two() -> nn.Module:
 
 
 def nuwa_two_step(model: nn.Module) -> Tensor:
-    video, audio, context = (torch.randn(2, n, 8, dtype=torch.float64) for n in (8, 4, 4))
+    video, audio, context = (leaf(2, n, 8) for n in (8, 4, 4))
     masks = {
         "context_mask": torch.ones(2, 4, dtype=torch.bool),
         "video_mask": torch.ones(2, 8, dtype=torch.bool),
@@ -166,7 +184,7 @@ def dalle() -> nn.Module:
 
 
 def dalle_step(model: nn.Module) -> Tensor:
-    return weighted(model(torch.randn(2, 8, 8, dtype=torch.float64)))
+    return weighted(model(leaf(2, 8, 8)))
 
 
 def attention_only() -> nn.Module:
@@ -222,7 +240,7 @@ class Alphafold2Trunk(nn.Module):
 
 
 def alphafold2_step(model: nn.Module) -> Tensor:
-    x, m = (torch.randn(2, n, 8, dtype=torch.float64) for n in (6, 4))
+    x, m = (leaf(2, n, 8) for n in (6, 4))
     return weighted(*model(x, m))
 
 

@@ -11,19 +11,21 @@ bucket.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import retrograd as rg
-from retrograd.compat.pairs import Engines, UpdateSpec
+from retrograd.compat.engine_calls import EngineCall
+from retrograd.compat.pairs import UpdateSpec
 from retrograd.core.private import without_compiler
 
 HOME = "transformers.models.reformer.modeling_reformer"
@@ -32,28 +34,32 @@ FUNCTION = f"{HOME}._ReversibleFunction"
 _here = threading.local()  # the hashes of the attention that runs in this thread
 
 
-@dataclass
 class Hashes:
-    """The buckets of one attention in one forward, in the order in which it asked for them."""
+    """The buckets of one attention in one forward, in the order in which it asked for them.
 
-    buckets: list[Tensor] = field(default_factory=list)
-    position: int = 0
+    A recompute reads them in the same order, and leaves them alone.
+    """
 
-    def next(self, buckets: Tensor) -> Tensor:
-        if not rg.is_recomputing():
-            self.buckets.append(buckets)
-            return buckets
-        self.position += 1
-        return self.buckets[self.position - 1]
+    def __init__(self) -> None:
+        self.buckets: list[Tensor] = []
 
-    def __enter__(self) -> None:
-        self.position = 0
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """Inside, what hashes in this thread takes part."""
         if not rg.is_recomputing():
             self.buckets.clear()
+        _here.earlier = iter(tuple(self.buckets)) if rg.is_recomputing() else None
         _here.hashes = self
+        try:
+            yield
+        finally:
+            _here.hashes = None
 
-    def __exit__(self, *_: object) -> None:
-        _here.hashes = None
+    def next(self, buckets: Tensor) -> Tensor:
+        if _here.earlier is None:
+            self.buckets.append(buckets)
+            return buckets
+        return next(_here.earlier)
 
 
 def remembering(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -114,23 +120,19 @@ class LayerAttention:
             options = {"num_hashes": options["num_hashes"]}
         elif record.hidden_states is not None:
             record.hidden_states.append(x.detach())
-        with record.hashes[self.index]:
+        with record.hashes[self.index].here():
             output = self.attention(hidden_states=x, attention_mask=attention_mask, **options)
         if record.attentions is not None and not rg.is_recomputing():
             record.attentions.append(output.attention_probs.detach())
         return output.hidden_states
 
 
-class ReformerCall:
+class ReformerCall(EngineCall):
     """In place of the autograd function of Hugging Face's Reformer."""
 
     def __init__(self, theirs: type[torch.autograd.Function], settings: Mapping[str, Any]) -> None:
-        self.theirs = theirs
+        super().__init__(theirs, settings)
         self.names = list(inspect.signature(theirs.forward).parameters)[1:]
-        self.engines = Engines(settings)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.theirs, name)
 
     def others(self) -> list[tuple[Any, str, Any]]:
         """What else is replaced: a holder, a name and the new value."""

@@ -16,16 +16,18 @@ from types import MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from retrograd.compat import huggingface
 from retrograd.compat.engine_calls import EngineCall
 from retrograd.compat.engine_searching import engine_functions
+from retrograd.compat.pairs import Engine
 from retrograd.core.exact import Grid
 from retrograd.core.memory import MemoryMode, Reverse
 from retrograd.stack import checked_memory
 
 # Autograd functions whose blocks return more than tensors.
-SPECIAL: dict[str, Callable[..., Any]] = {huggingface.FUNCTION: huggingface.ReformerCall}
+SPECIAL: dict[str, type[EngineCall]] = {huggingface.FUNCTION: huggingface.ReformerCall}
 
 # Packages that have another kind of engine, and the page that shows how their networks move.
 PAGES = {
@@ -148,6 +150,28 @@ def uninstall(package: str) -> None:
             setattr(module, name, replacement.theirs)
 
 
+def engines_of(model: nn.Module) -> dict[str, Engine]:
+    """The engines of a model's blocks, by the path of the module that runs them."""
+    found: dict[str, Engine] = {}
+    for path, module in model.named_modules():
+        lists = [part for part in module.children() if isinstance(part, nn.ModuleList)]
+        blocks = [block for part in lists for block in part]
+        call = _call_in(type(module).forward)
+        if call is not None and blocks:
+            found[path] = call.engines.of(blocks)
+    return found
+
+
+def _call_in(forward: Any) -> EngineCall | None:
+    """The replaced autograd function that a method uses."""
+    for name in getattr(getattr(forward, "__code__", None), "co_names", ()):
+        value = forward.__globals__.get(name)
+        value = value.__self__ if type(value) is MethodType else value
+        if issubclass(type(value), EngineCall):
+            return value
+    return None
+
+
 def _import(package: str) -> None:
     if package not in sys.modules and importlib.util.find_spec(package.partition(".")[0]) is None:
         raise ModuleNotFoundError(
@@ -186,8 +210,9 @@ def _replacements(
 
 
 def _is_apply_of(value: object, theirs: type) -> bool:
-    is_method = isinstance(value, MethodType)
-    return is_method and value.__self__ is theirs and value.__name__ == "apply"
+    if type(value) is not MethodType:  # `isinstance` would ask odd objects for their class
+        return False
+    return value.__self__ is theirs and value.__name__ == "apply"
 
 
 def _references(matches: Callable[[object], bool]) -> list[tuple[ModuleType, str]]:
