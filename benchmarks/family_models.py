@@ -25,7 +25,15 @@ STAND_INS = (
     *("sidechainnet.structure.build_info", "sidechainnet.structure.StructureBuilder"),
     *("pytorch3d", "pytorch3d.transforms", "Bio", "Bio.SeqIO", "mp_nerf", "mdtraj", "prody"),
     *("omegaconf", "taming", "taming.models", "taming.models.vqgan", "dall_e", "youtokentome"),
-    *("tokenizers", "tokenizers.processors", "transformers", "requests", "tqdm", "PIL", "pkg_resources"),
+    *(
+        "tokenizers",
+        "tokenizers.processors",
+        "transformers",
+        "requests",
+        "tqdm",
+        "PIL",
+        "pkg_resources",
+    ),
 )
 
 

@@ -111,6 +111,7 @@ class EngineCall:
         engine = self.engines.of(args[position])
         return Walk(self.theirs, args, position, engine).run()
 
+
 def position_of_blocks(args: Sequence[Any]) -> int | None:
     """Which argument is the list of blocks."""
     for position, value in enumerate(args):
@@ -222,7 +223,9 @@ class Walk:
                 if count == len(self.visits):
                     shift = 2.0
                 extras = [no_loss(inputs)] * len(self.visits[count - 1].learned.extras)
-                return returned(pytree.tree_map(lambda t: torch.full_like(t, shift), inputs), extras)
+                return returned(
+                    pytree.tree_map(lambda t: torch.full_like(t, shift), inputs), extras
+                )
 
             args = [copied(value) for value in self.args]
             args[self.position] = self._stand_ins(stand_in)
@@ -244,7 +247,8 @@ class Walk:
         if not torch.is_grad_enabled():
             return
         into, out = performance.inputs, performance.outputs
-        lost_before = requires_grad(self.args) and not requires_grad(into)
+        direct = [value for value in self.args if isinstance(value, Tensor)]
+        lost_before = requires_grad(direct) and not requires_grad(into)
         lost_after = requires_grad(out) and not requires_grad(output)
         if lost_before or lost_after:
             raise self._refusal(

@@ -122,7 +122,9 @@ def install(
     found = list(_functions(package))
     if not found:
         raise ValueError(_nothing_found(package))
-    replacements = [each for module, name in found for each in _replacements(module, name, settings)]
+    replacements = [
+        each for module, name in found for each in _replacements(module, name, settings)
+    ]
     for replacement in replacements:
         setattr(replacement.holder, replacement.name, replacement.ours)
     names: dict[str, tuple[str, ...]] = {}

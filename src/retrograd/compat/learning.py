@@ -109,6 +109,33 @@ class Noise:
         self.salt += 1
         return noise(leaf, self.salt)
 
+    def instead(self, value: Any, known: dict[int, Any]) -> Any:
+        """A copy of keyword arguments in which other tensors stand for the tensors.
+
+        A mask of ones would hide that the block multiplies by it. The same object gives the same
+        copy.
+        """
+        if id(value) not in known:
+            known[id(value)] = self._copy(value, known)
+        return known[id(value)]
+
+    def _copy(self, value: Any, known: dict[int, Any]) -> Any:
+        if isinstance(value, Tensor):
+            return self._of_its_kind(value)
+        if type(value) is dict:
+            return {key: self.instead(inner, known) for key, inner in value.items()}
+        if type(value) in (list, tuple) and not is_simple(value):
+            return type(value)(self.instead(inner, known) for inner in value)
+        return value
+
+    def _of_its_kind(self, value: Tensor) -> Tensor:
+        made = self._leaf(value)
+        if value.is_floating_point() or value.is_complex():
+            return made
+        if value.dtype == torch.bool:
+            return made > 0
+        return (3 * made).abs().to(value.dtype)
+
 
 class Probed(NamedTuple):
     """What a probe was given, and what it returned."""
@@ -207,9 +234,13 @@ def possible_dims(value: Value) -> list[int | None]:
 # --- running a block on noise
 
 
-def with_probes(block: nn.Module, probe: Callable[[str], Probe]) -> nn.Module:
-    """A copy of the block that has a probe in place of each function."""
+def with_probes(block: nn.Module, made: Noise, probe: Callable[[str], Probe]) -> nn.Module:
+    """A copy of the block that has a probe in place of each function, and noise in place of its own
+    parameters, buffers and tensors.
+    """
     twin = bare_copy(block)
+    for name in vars(block):
+        twin.__dict__[name] = made.instead(twin.__dict__[name], {})
     parts: dict[str, nn.Module | None] = {}
     for name, part in block.named_children():
         if isinstance(part, nn.ModuleList):
@@ -251,9 +282,9 @@ class Trial:
         made = Noise()
         self.log: list[Probed] = []
         self.inputs = [made.like(value) for value in inputs]
-        copied = {name: dict(v) if type(v) is dict else v for name, v in kwargs.items()}
-        self.given = paths_by_id(kwargs) | paths_by_id(copied)
-        twin = with_probes(block, lambda name: Probe(name, made, self.log, has_aux))
+        copied = made.instead(dict(kwargs), {})
+        self.given = paths_by_id(copied)
+        twin = with_probes(block, made, lambda name: Probe(name, made, self.log, has_aux))
         before = random_states()
         with torch.no_grad():
             result = twin.forward(*self.inputs, **copied)
@@ -264,6 +295,8 @@ class Trial:
         self.extras = self._extras(returned[len(inputs) :], has_aux)
         if len(self.outputs) < len(inputs) or not all(map(is_value, self.outputs)):
             raise NotAdditive(f"it returns {len(returned)} values for {len(inputs)} inputs")
+        if [shapes(value) for value in self.outputs] != [shapes(value) for value in self.inputs]:
+            raise NotAdditive("its outputs have other shapes than its inputs")
         if len(self.log) > MOST_FUNCTIONS:
             raise NotAdditive(f"it has {len(self.log)} functions, and {MOST_FUNCTIONS} are tried")
 
@@ -301,10 +334,6 @@ class Trial:
 
     def _with_dims(self, dims: Dims) -> Learned:
         start = split(self.inputs, dims)
-        if {s: shapes(v) for s, v in start.items()} != {
-            s: shapes(v) for s, v in split(self.outputs, dims).items()
-        }:
-            raise NotAdditive("its outputs have other shapes than its inputs")
         sources: dict[str, str] = {}
         targets: dict[int, str] = {}
         for stream, final in split(self.outputs, dims).items():
