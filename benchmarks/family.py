@@ -69,7 +69,7 @@ def plain_autograd(case: Case) -> Iterator[None]:
     """Inside, the package's engine calls its blocks, and autograd records them."""
     module = load(case.engine)
     changed: list[tuple[Any, str, Any]] = [(module, "torch", TorchWithGradients())]
-    for name, value in list(vars(module).items()):
+    for value in list(vars(module).values()):
         if is_engine(module, value):
             changed += [(value, "apply", direct(value))]
             changed += [(module, alias, direct(value)) for alias in applies(module, value)]
@@ -282,7 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="python -m benchmarks.family", description=__doc__.partition("\n")[0]
+        prog="python -m benchmarks.family", description=(__doc__ or "").partition("\n")[0]
     )
     made.add_argument("packages", nargs="*", help="some rows only, such as linformer")
     made.add_argument("--write", action="store_true", help="put the table into docs/migrate")

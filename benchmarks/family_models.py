@@ -40,7 +40,9 @@ STAND_INS = (
 class StandIn(ModuleType):
     """A module of which every attribute is one, too. Calling it gives itself."""
 
-    __path__: list[str] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

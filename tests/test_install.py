@@ -1,4 +1,4 @@
-"""`install`: which calls are replaced and put back, what is learned of a block, and what is refused.
+"""`install`: which calls are replaced and put back, what is learned of a block, what is refused.
 
 The packages made here have a reversible sequence whose own backward fails the test. Their blocks
 compute in plain autograd, so they are also the oracle of what is put in their place.
@@ -333,24 +333,37 @@ BLOCKS = {
     "the other half first": ("x1, x2 = x", "x2, x1 = x", "(y1, y2)", "(y2, y1)"),
     "halves that change places": ("cat((y1, y2)", "cat((y2, y1)"),
     "another axis": ("chunk(2, 2)", "chunk(2, 1)", "y2), 2", "y2), 1", "x), 2", "x), 1"),
-    "functions of the same state": (BODY, "a, b = self.f(x2), self.g(x2)\n        y1, y2 = x1 + a + b, x2"),
+    "functions of the same state": (
+        BODY,
+        "a, b = self.f(x2), self.g(x2)\n        y1, y2 = x1 + a + b, x2",
+    ),
     "the target itself": (BODY, "y1 = x1 + self.f(x1)\n        y2 = x2 + self.g(y1)"),
     "a stream by name": (BODY, "y1 = x1 + self.f(x=x2)\n        y2 = x2 + self.g(y1, other=y1)"),
-    "an argument by place": (BODY, "y1 = x1 + self.f(x2, f_args['context'])\n        y2 = x2 + self.g(y1)"),
-    "another name": (BODY, "y1 = x1 + self.f(x2, other=f_args['context'])\n        y2 = x2 + self.g(y1)"),
+    "an argument by place": (
+        BODY,
+        "y1 = x1 + self.f(x2, f_args['context'])\n        y2 = x2 + self.g(y1)",
+    ),
+    "another name": (
+        BODY,
+        "y1 = x1 + self.f(x2, other=f_args['context'])\n        y2 = x2 + self.g(y1)",
+    ),
     "a constant": (BODY, "y1 = x1 + self.f(x2, scale=0.5)\n        y2 = x2 + self.g(y1, scale=2)"),
     "a signal": (BODY, "y1 = x1 + self.f(x2, _reverse=False)\n        y2 = x2 + self.g(y1)"),
     "replay flags": (BODY, "y1 = x1 + self.f(x2)\n        y2 = x2 + self.g(y1)"),
     "a list of functions": (
-        "self.f, self.g = f, g", "self.both = nn.ModuleList([f, g])",
-        BODY, "y1 = x1 + self.both[0](x2)\n        y2 = x2 + self.both[1](y1)",
+        "self.f, self.g = f, g",
+        "self.both = nn.ModuleList([f, g])",
+        BODY,
+        "y1 = x1 + self.both[0](x2)\n        y2 = x2 + self.both[1](y1)",
     ),
     "an attribute of the block": (
-        "self.f, self.g = f, g", "self.f, self.g, self.depth = f, g, 3.0",
-        BODY, "y1 = x1 + self.f(x2, scale=self.depth)\n        y2 = x2 + self.g(y1)",
+        "self.f, self.g = f, g",
+        "self.f, self.g, self.depth = f, g, 3.0",
+        BODY,
+        "y1 = x1 + self.f(x2, scale=self.depth)\n        y2 = x2 + self.g(y1)",
     ),
     "in place": (BODY, "y1, y2 = x1 + self.f(x2), x2.clone()\n        y2 += self.g(y1)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BLOCKS)
@@ -378,8 +391,7 @@ def test_auxiliary_values(shelf):
         "        x = Engine.apply(x, self.blocks, args)\n        return sum(x.chunk(2, 2))",
         "        x, losses = Engine.apply(x, self.blocks, args)\n"
         "        return sum(x.chunk(2, 2)), losses[:, 0], losses[:, 1].exp()",
-        '        x = Engine.forward(Engine, x, self.blocks, [{"f_args": kwargs, "g_args": {}}] * 3)\n'
-        "        return sum(x.chunk(2, 2))",
+        SOURCE[SOURCE.index("        x = Engine.forward(") :],
         "        x, losses = Engine.forward(Engine, x, self.blocks, [{}] * 3)\n"
         "        return sum(x.chunk(2, 2)), losses[:, 0], losses[:, 1].exp()",
     )
@@ -454,31 +466,90 @@ def test_bytes_are_flat_in_depth(shelf):
 # --- what is refused
 
 REFUSED = {
-    "scaled": (BODY, BODY.replace("x2 + self.g(y1", "x2 + 2 * self.g(y1"), "its stream x2 is not what it was plus"),
-    "subtracted": (BODY, BODY.replace("x2 + self.g", "x2 - self.g"), "its stream x2 is not what it was plus"),
+    "scaled": (
+        BODY,
+        BODY.replace("x2 + self.g(y1", "x2 + 2 * self.g(y1"),
+        "its stream x2 is not what it was plus",
+    ),
+    "subtracted": (
+        BODY,
+        BODY.replace("x2 + self.g", "x2 - self.g"),
+        "its stream x2 is not what it was plus",
+    ),
     "damped": (BODY, BODY.replace("x1 + ", "0.9 * x1 + "), "its stream x1 is not what it was plus"),
-    "normalised": (BODY, BODY.replace("self.g(y1", "self.g(y1 / y1.norm()"), "its function g is given a tensor that is neither a stream"),
-    "a mask that it computes": (BODY, BODY.replace("**g_args", "other=x1 > 0"), "its function g is given a tensor that is neither a stream"),
-    "used twice": (BODY, "v = self.f(x2)\n        y1, y2 = x1 + v, x2 + v + self.g(x1)", "it adds the same value to"),
-    "not used": (BODY, "self.g(x1)\n        y1, y2 = x1 + self.f(x2), x2", "what its function g returns is added to no stream"),
-    "random": (BODY, "torch.rand(1)\n        " + BODY, "it draws or seeds random numbers outside of its functions"),
-    "seeded": (BODY, "torch.manual_seed(3)\n        " + BODY, "it draws or seeds random numbers outside of its functions"),
+    "normalised": (
+        BODY,
+        BODY.replace("self.g(y1", "self.g(y1 / y1.norm()"),
+        "its function g is given a tensor that is neither a stream",
+    ),
+    "a mask that it computes": (
+        BODY,
+        BODY.replace("**g_args", "other=x1 > 0"),
+        "its function g is given a tensor that is neither a stream",
+    ),
+    "used twice": (
+        BODY,
+        "v = self.f(x2)\n        y1, y2 = x1 + v, x2 + v + self.g(x1)",
+        "it adds the same value to",
+    ),
+    "not used": (
+        BODY,
+        "self.g(x1)\n        y1, y2 = x1 + self.f(x2), x2",
+        "what its function g returns is added to no stream",
+    ),
+    "random": (
+        BODY,
+        "torch.rand(1)\n        " + BODY,
+        "it draws or seeds random numbers outside of its functions",
+    ),
+    "seeded": (
+        BODY,
+        "torch.manual_seed(3)\n        " + BODY,
+        "it draws or seeds random numbers outside of its functions",
+    ),
     "a parameter of the block": (
-        "self.f, self.g = f, g", "self.f, self.g, self.w = f, g, nn.Parameter(torch.ones(4))",
-        BODY, BODY.replace("x1 + self.f", "x1 * self.w + self.f"), "its stream x1 is not what it was plus",
+        "self.f, self.g = f, g",
+        "self.f, self.g, self.w = f, g, nn.Parameter(torch.ones(4))",
+        BODY,
+        BODY.replace("x1 + self.f", "x1 * self.w + self.f"),
+        "its stream x1 is not what it was plus",
     ),
-    "an error": (BODY, "raise OSError('no graphics card')", "on an example its forward raised OSError: no graphics card"),
+    "an error": (
+        BODY,
+        "raise OSError('no graphics card')",
+        "on an example its forward raised OSError: no graphics card",
+    ),
     "another value": (RETURN, RETURN + ", y1.mean()", "it returns 1 values besides its streams"),
-    "another shape": (RETURN, "return torch.cat((y1, y2), 2)[:, :1]", "its outputs have other shapes"),
-    "between blocks": ("x = block(x, **kwargs)", "x = block(x, **kwargs).relu()", "something else changes the streams between two blocks"),
-    "a middle that is used": (
-        "        for block, kwargs in zip(blocks, args):", "        total = 0\n        for block, kwargs in zip(blocks, args):",
-        "x = block(x, **kwargs)", "x = block(x, **kwargs)\n            total = total + x",
-        "x.detach()\n        return x", "x.detach()\n        return total", "its outputs are also used before the last block has run",
+    "another shape": (
+        RETURN,
+        "return torch.cat((y1, y2), 2)[:, :1]",
+        "its outputs have other shapes",
     ),
-    "detached": ("        ctx.y = x.detach()\n", "        x = ctx.y = x.detach()\n", "Engine.forward detaches its tensors"),
-    "a walk that draws": ("        ctx.y = x.detach()\n", "        ctx.y = x.detach()\n        torch.rand(1)\n", "Engine.forward draws random numbers, and it runs twice"),
-}  # fmt: skip
+    "between blocks": (
+        "x = block(x, **kwargs)",
+        "x = block(x, **kwargs).relu()",
+        "something else changes the streams between two blocks",
+    ),
+    "a middle that is used": (
+        "        for block, kwargs in zip(blocks, args):",
+        "        total = 0\n        for block, kwargs in zip(blocks, args):",
+        "x = block(x, **kwargs)",
+        "x = block(x, **kwargs)\n            total = total + x",
+        "x.detach()\n        return x",
+        "x.detach()\n        return total",
+        "its outputs are also used before the last block has run",
+    ),
+    "detached": (
+        "        ctx.y = x.detach()\n",
+        "        x = ctx.y = x.detach()\n",
+        "Engine.forward detaches its tensors",
+    ),
+    "a walk that draws": (
+        "        ctx.y = x.detach()\n",
+        "        ctx.y = x.detach()\n        torch.rand(1)\n",
+        "Engine.forward draws random numbers, and it runs twice",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -501,8 +572,14 @@ def test_refused_with_the_reason(case, shelf):
 
 
 def test_blocks_that_split_along_different_axes(shelf):
-    source = altered("self.f, self.g = f, g", "self.f, self.g, self.axis = f, g, 2",
-                     "chunk(2, 2)\n        y1", "chunk(2, self.axis)\n        y1", "(y1, y2), 2)", "(y1, y2), self.axis)")  # fmt: skip
+    source = altered(
+        "self.f, self.g = f, g",
+        "self.f, self.g, self.axis = f, g, 2",
+        "chunk(2, 2)\n        y1",
+        "chunk(2, self.axis)\n        y1",
+        "(y1, y2), 2)",
+        "(y1, y2), self.axis)",
+    )
     module = importlib.import_module(shelf("family", {"layers": source}) + ".layers")
     rg.compat.install("family")
     net = module.Sequence([[nn.Tanh(), nn.Sigmoid()] for _ in range(3)])

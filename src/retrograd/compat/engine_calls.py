@@ -281,7 +281,7 @@ class Performance:
     def _run(self) -> None:
         updates, given, at = program_of(self.visits)
         dims = self.visits[0].learned.dims
-        result = self.engine(updates, split(self.inputs, dims), given)
+        result: Any = self.engine(updates, split(self.inputs, dims), given)
         has_aux = any(visit.learned.extras for visit in self.visits)
         streams, self.aux = result if has_aux else (result, [])
         self.outputs = tuple(join({name: streams[at[name]] for name in at}, dims))

@@ -119,6 +119,11 @@ def install(
     elif previous is not None:  # a module was reloaded
         uninstall(package)
     _import(package)
+    if _page_hint(package):
+        raise ValueError(
+            f"install({package!r}): there is nothing to replace, because its engine is of another "
+            f"kind.{_page_hint(package)}"
+        )
     found = list(_functions(package))
     if not found:
         raise ValueError(_nothing_found(package))
@@ -168,9 +173,9 @@ def _call_in(forward: Any) -> EngineCall | None:
     """The replaced autograd function that a method uses."""
     for name in getattr(getattr(forward, "__code__", None), "co_names", ()):
         value = forward.__globals__.get(name)
-        value = value.__self__ if type(value) is MethodType else value
-        if issubclass(type(value), EngineCall):
-            return value
+        holder: Any = value.__self__ if type(value) is MethodType else value
+        if issubclass(type(holder), EngineCall):
+            return holder
     return None
 
 
@@ -231,9 +236,8 @@ def _references(matches: Callable[[object], bool]) -> list[tuple[ModuleType, str
 def _nothing_found(package: str) -> str:
     return (
         f"install({package!r}): there is nothing to replace. Looked in its source for an autograd "
-        "function whose forward calls the blocks of a list one after another, and found none."
-        f"{_page_hint(package) or ' rg.convert(model) makes the layers of an ordinary model '}"
-        f"{'' if _page_hint(package) else 'reversible.'}"
+        "function whose forward calls the blocks of a list one after another, and found none. "
+        "rg.convert(model) makes the layers of an ordinary model reversible."
     )
 
 

@@ -76,6 +76,7 @@ class UpdateSpec(NamedTuple):
     fn: Function
     reads: tuple[str, ...]
     names: ArgumentNames
+    coupling: rg.Coupling = rg.Additive()
 
 
 class Engine:
@@ -114,8 +115,8 @@ class Engine:
         built = self._built
         if built is None or built[0] != built_from:
             program = [
-                rg.Update(update.target, update.fn, update.reads, route=dict(update.names))
-                for update in updates
+                rg.Update(u.target, u.fn, u.reads, coupling=u.coupling, route=dict(u.names))
+                for u in updates
             ]
             built = (built_from, rg.Reversible(program, memory=memory, exact=self.exact))
             self._built = built
