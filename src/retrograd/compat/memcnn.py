@@ -174,7 +174,8 @@ def run_couplings(engine: Engine, couplings: list[PairCoupling], x: Tensor) -> A
 def undo_couplings(couplings: list[PairCoupling], y: Tensor) -> Any:
     """The input, with gradients, in plain autograd."""
     halves = rg.Split(couplings[0].split_dim)
-    streams = dict(zip(("x1", "x2"), halves.split(y)))
+    x1, x2 = halves.split(y)
+    streams: dict[str, Any] = {"x1": x1, "x2": x2}
     for each in reversed(couplings):
         for update in reversed(each.updates()):
             out = update.fn(streams[update.reads[0]])

@@ -112,7 +112,7 @@ class ReversibleSequential(nn.Sequential):
         updates, given = [], {}
         for index, (holder, (more, named)) in enumerate(zip(self, own)):
             values = {place_name(i): value for i, value in enumerate((*args, *more))}
-            fn = holder.wrapped_module.wrapped_module  # type: ignore[union-attr]
+            fn: Any = holder.get_submodule("wrapped_module.wrapped_module")
             fn = WithPositional(fn, len(values)) if values else fn
             values |= {**kwargs, **named}
             names = {name: f"{name}_{index}" for name in values}
