@@ -1,6 +1,6 @@
 """The couplings of memcnn, and its wrapper.
 
-*Same*: names, signatures, defaults, state-dict keys (`fn.Gm.…`, `fn.Fm.…`), outputs, gradients,
+*Same*: names, signatures, defaults, state-dict keys (`_fn.Gm.…`, `_fn.Fm.…`), outputs, gradients,
 `inverse`.
 
 *Differs*:
