@@ -8,7 +8,7 @@ TORCH  ?= 2.13.0
 OTHER  := .venv-torch/$(TORCH)
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not integration"
 
-.PHONY: help train test lint types tests test-torch test-integrations compatibility docs dist fuzz bench clean
+.PHONY: help train test lint types tests test-torch test-integrations compatibility family docs dist fuzz bench clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -33,14 +33,17 @@ test-torch:  ## the same on another torch, recorded in docs/limits.md: make test
 	@trap 'test -n "$(KEEP)" || rm -rf $(OTHER)' EXIT; set -ex; \
 	$(PYTHON) -m venv $(OTHER); \
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[dev]'; \
-	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt; \
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt -r benchmarks/family.txt; \
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python $(PYTEST) -p compatibility.versions
 
 test-integrations: $(INTEGRATIONS)  ## stacks and converted models under the Hugging Face Trainer, Lightning, Accelerate, peft, ONNX and TensorBoard
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_compatibility.py tests/test_convert_models.py tests/test_convert_trainers.py tests/test_examples.py speedrun/tests/test_train.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_compatibility.py tests/test_convert_models.py tests/test_convert_trainers.py tests/test_family.py tests/test_examples.py speedrun/tests/test_train.py
 
 compatibility: $(PEERS) $(INTEGRATIONS)  ## write docs/compatibility.md anew (eight minutes)
 	$(BIN)/python -m compatibility
+
+family: $(PEERS) $(INTEGRATIONS)  ## rg.compat.install on every package of the family, as a table in docs/migrate (two minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.family --write
 
 docs: $(VENV)/ready  ## the documentation as a site, in site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -80,6 +83,6 @@ $(INTEGRATIONS): $(VENV)/ready
 
 # Packages that retrograd is tested inside and measured against; the library never imports them by itself. Without their
 # dependencies: some ask for torchvision, which none of the code used here needs.
-$(PEERS): $(VENV)/ready benchmarks/peers.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt
+$(PEERS): $(VENV)/ready benchmarks/peers.txt benchmarks/family.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt -r benchmarks/family.txt
 	touch $@

@@ -1,14 +1,12 @@
-"""`install`: which packages are recognised, what is replaced and put back, and what is said about
-the others.
+"""`install`: which calls are replaced and put back, what is learned of a block, what is refused.
 
-The packages made here have modules of their own, in plain autograd, with the names and signatures
-of the five systems: so they are also the oracle of what is put in their place.
+The packages made here have a reversible sequence whose own backward fails the test. Their blocks
+compute in plain autograd, so they are also the oracle of what is put in their place.
 """
 
 import importlib
 import random
 import sys
-import warnings
 from types import ModuleType
 
 import pytest
@@ -16,208 +14,84 @@ import torch
 from torch import nn
 
 import retrograd as rg
+from retrograd.compat.engine_searching import engines_in
 from tests.packages import load
 
-# --- the five systems in plain autograd
-
-FUNCTION = """
+SOURCE = """
 import torch
 from torch import nn
+from torch.autograd import Function
 
-class Deterministic(nn.Module):
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
+class Block(nn.Module):
+    forwards = 0
 
-    def forward(self, *args, record_rng=False, set_rng=False, **kwargs):
-        return self.net(*args, **kwargs)
-"""
-
-BLOCK = """
-class ReversibleBlock(nn.Module):
-    def __init__(self, f, g):
-        super().__init__()
-        self.f, self.g = Deterministic(f), Deterministic(g)
-
-    def forward(self, x, f_args={}, g_args={}):
-        x1, x2 = x.chunk(2, AXIS)
-        y1 = x1 + self.f(x2, **f_args)
-        y2 = x2 + self.g(y1, **g_args)
-        return torch.cat((y1, y2), AXIS)
-"""
-
-ORDINARY = """
-class IrreversibleBlock(nn.Module):
     def __init__(self, f, g):
         super().__init__()
         self.f, self.g = f, g
 
-    def forward(self, x, f_args, g_args):
-        return ReversibleBlock(self.f, self.g)(x, f_args, g_args)
-"""
+    def forward(self, x, f_args={}, g_args={}):
+        Block.forwards += 1
+        x1, x2 = x.chunk(2, 2)
+        y1 = x1 + self.f(x2, **f_args)
+        y2 = x2 + self.g(y1, **g_args)
+        return torch.cat((y1, y2), 2)
 
-SIGNALLED = BLOCK.replace("(self, f, g)", "(self, f, g, depth=None, send_signal=False)")
-
-REFORMER = f"""{FUNCTION}{SIGNALLED.replace("AXIS", "2")}{ORDINARY}
-class ReversibleSequence(nn.Module):
-    def __init__(self, blocks, layer_dropout=0.0, reverse_thres=0, send_signal=False):
-        super().__init__()
-        self.blocks = nn.ModuleList([ReversibleBlock(f, g) for f, g in blocks])
-        self.irrev_blocks = nn.ModuleList([IrreversibleBlock(f, g) for f, g in blocks])
-
-    def forward(self, x, arg_route=(True, False), **kwargs):
-        for block in self.blocks:
-            x = block(x, *(kwargs if route else {{}} for route in arg_route))
+class Engine(Function):
+    @staticmethod
+    def forward(ctx, x, blocks, args):
+        ctx.blocks, ctx.args = blocks, args
+        for block, kwargs in zip(blocks, args):
+            x = block(x, **kwargs)
+        ctx.y = x.detach()
         return x
-"""
 
-AXIAL = f"""{FUNCTION}{BLOCK.replace("AXIS", "1")}{ORDINARY}
-class ReversibleSequence(nn.Module):
+    @staticmethod
+    def backward(ctx, dy):
+        raise AssertionError("their backward")
+
+class Sequence(nn.Module):
     def __init__(self, blocks):
         super().__init__()
-        self.blocks = nn.ModuleList([ReversibleBlock(f, g) for f, g in blocks])
+        self.blocks = nn.ModuleList([Block(*functions) for functions in blocks])
 
-    def forward(self, x, arg_route=(True, True), **kwargs):
-        x = torch.cat((x, x), 1)
-        for block in self.blocks:
-            x = block(x, *(kwargs if route else {{}} for route in arg_route))
-        return sum(x.chunk(2, 1)) / 2
-"""
-
-NUWA = f"""{FUNCTION}{BLOCK.replace("AXIS", "2")}
-def route_args(router, args, depth):
-    def chosen(block, function):
-        names = [n for n in args if n in router and router[n][block][function]]
-        return {{name: args[name] for name in names}}
-
-    return [(chosen(block, 0), chosen(block, 1)) for block in range(depth)]
-
-class ReversibleSequence(nn.Module):
-    def __init__(self, blocks, args_route={{}}):
-        super().__init__()
-        self.args_route = args_route
-        self.blocks = nn.ModuleList([ReversibleBlock(f, g) for f, g in blocks])
-
-    def forward(self, x, **kwargs):
+    def forward(self, x, engine=Engine, **kwargs):
         x = torch.cat((x, x), 2)
-        for block, args in zip(self.blocks, route_args(self.args_route, kwargs, len(self.blocks))):
-            x = block(x, *args)
+        args = [{"f_args": kwargs, "g_args": {}} for _ in self.blocks]
+        x = Engine.apply(x, self.blocks, args)
+        return sum(x.chunk(2, 2))
+
+    def plain(self, x, **kwargs):
+        x = torch.cat((x, x), 2)
+        x = Engine.forward(Engine, x, self.blocks, [{"f_args": kwargs, "g_args": {}}] * 3)
         return sum(x.chunk(2, 2))
 """
 
-SE3 = f"""{FUNCTION}
-def plus(x, y):
-    return {{degree: x[degree] + y[degree] for degree in x}}
 
-class ReversibleBlock(nn.Module):
-    def __init__(self, f, g):
+def altered(*changes):
+    """The source with replacements, each of which is in it."""
+    source = SOURCE
+    for old, new in zip(changes[::2], changes[1::2]):
+        assert old in source, old
+        source = source.replace(old, new)
+    return source
+
+
+class Mixer(nn.Module):
+    """A function that uses everything it gets."""
+
+    def __init__(self, width=4, aux=False):
         super().__init__()
-        self.f, self.g = Deterministic(f), Deterministic(g)
+        self.inner = nn.Linear(width, width)
+        self.aux = aux
 
-    def forward(self, x, **kwargs):
-        halves = [{{degree: v.chunk(2, -1)[half] for degree, v in x.items()}} for half in (0, 1)]
-        x1, x2 = halves
-        y1 = plus(x1, self.f(x2, **kwargs))
-        y2 = plus(x2, self.g(y1))
-        return {{degree: torch.cat((y1[degree], y2[degree]), -1) for degree in x}}
-
-class SequentialSequence(nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.blocks = blocks
-
-    def forward(self, x, **kwargs):
-        for f, g in self.blocks:
-            x = g(f(x, **kwargs))
-        return x
-
-class ReversibleSequence(nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList([ReversibleBlock(f, g) for f, g in blocks])
-
-    def forward(self, x, **kwargs):
-        x = {{degree: torch.cat((value, value), -1) for degree, value in x.items()}}
-        for block in self.blocks:
-            x = block(x, **kwargs)
-        return {{degree: sum(value.chunk(2, -1)) / 2 for degree, value in x.items()}}
-"""
-
-VIDEO_AUDIO = f"""{FUNCTION}
-class Four(nn.Module):
-    def __init__(self, f, g, j, k):
-        super().__init__()
-        self.f, self.g, self.j, self.k = map(Deterministic, (f, g, j, k))
-
-class ReversibleSelfAttnBlock(Four):
-    def forward(self, x, m, _reverse=True, **kwargs):
-        (x1, x2), (m1, m2) = x.chunk(2, 2), m.chunk(2, 2)
-        x1 = x1 + self.f(x2)
-        x2 = x2 + self.g(x1)
-        m1 = m1 + self.j(m2)
-        m2 = m2 + self.k(m1)
-        return torch.cat((x1, x2), 2), torch.cat((m1, m2), 2)
-
-class ReversibleCrossAttnBlock(Four):
-    def forward(
-        self, x, m, *, context, context_mask, video_mask=None, audio_mask=None,
-        _reverse=True, **kwargs,
-    ):
-        (x1, x2), (m1, m2) = x.chunk(2, 2), m.chunk(2, 2)
-        x1 = x1 + self.f(x2, context=context, context_mask=context_mask, mask=video_mask)
-        x2 = x2 + self.g(x1)
-        m1 = m1 + self.j(m2, context=context, context_mask=context_mask, mask=audio_mask)
-        m2 = m2 + self.k(m1)
-        return torch.cat((x1, x2), 2), torch.cat((m1, m2), 2)
-
-class ReversibleCrossModalityAttnBlock(Four):
-    def forward(self, x, m, *, video_mask=None, audio_mask=None, _reverse=True, **kwargs):
-        (x1, x2), (m1, m2) = x.chunk(2, 2), m.chunk(2, 2)
-        x1 = x1 + self.f(x2, m2, mask=video_mask, context_mask=audio_mask)
-        x2 = x2 + self.k(x1)
-        m1 = m1 + self.j(m2, x2, mask=audio_mask, context_mask=video_mask)
-        m2 = m2 + self.g(m1)
-        return torch.cat((x1, x2), 2), torch.cat((m1, m2), 2)
-
-def irreversible_apply(inputs, ind, blocks, kwargs):
-    x, m = inputs[:, :ind], inputs[:, ind:]
-    for block in blocks:
-        x, m = block(x, m, _reverse=False, **kwargs)
-    return torch.cat((x, m), 1)
-
-def reversible_apply(inp, ind, blocks, kwargs):
-    return irreversible_apply(inp, ind, blocks, kwargs)
-
-TYPES = {{
-    "intra_modality_self_attn": ReversibleSelfAttnBlock,
-    "intra_modality_cross_attn": ReversibleCrossAttnBlock,
-    "inter_modality_cross_attn": ReversibleCrossModalityAttnBlock,
-}}
-
-class DualModalityReversibleSequence(nn.Module):
-    def __init__(self, input_blocks, block_types):
-        super().__init__()
-        pairs = zip(input_blocks, block_types)
-        self.blocks = nn.ModuleList([TYPES[name](*block) for block, name in pairs])
-
-    def forward(
-        self, video, audio, *, context, context_mask=None, video_mask=None, audio_mask=None,
-        reverse=True,
-    ):
-        x = torch.cat([torch.cat((t, t), 2) for t in (video, audio)], 1)
-        masks = dict(context_mask=context_mask, video_mask=video_mask, audio_mask=audio_mask)
-        kwargs = dict(context=context, **masks)
-        x = reversible_apply(x, video.shape[1], self.blocks, kwargs)
-        return [sum(t.chunk(2, 2)) / 2 for t in (x[:, :video.shape[1]], x[:, video.shape[1]:])]
-"""
-
-PLAIN = {
-    "reformer": REFORMER,
-    "axial": AXIAL,
-    "nuwa": NUWA,
-    "se3": SE3,
-    "nuwa_video_audio": VIDEO_AUDIO,
-}
+    def forward(self, x, *others, context=None, scale=1.0, other=None, **kwargs):
+        out = self.inner(x).tanh() * scale
+        for value in (*others, context, other):
+            if value is not None:
+                out = out * (1 + value.mean())
+        if kwargs.get("_reverse") is not None:
+            assert kwargs["_reverse"] == rg.is_recomputing()
+        return (out, out.square().mean()) if self.aux else out
 
 
 @pytest.fixture
@@ -257,294 +131,469 @@ def package():
         rg.compat.uninstall(name)
 
 
-@pytest.fixture(autouse=True)
-def _no_files(monkeypatch):
-    """se3-transformer-pytorch keeps files in the home directory, unless this is set when it is
-    imported.
-    """
-    monkeypatch.setenv("CLEAR_CACHE", "1")
-
-
 def forget(package):
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         del sys.modules[name]
 
 
-def classes_and_functions():
-    """Of every loaded module except tests, by module and name."""
+def sequence(module, functions=2, aux=False):
+    torch.manual_seed(0)
+    return module.Sequence([[Mixer(aux=aux) for _ in range(functions)] for _ in range(3)]).double()
+
+
+def inputs(requires_grad=True):
+    torch.manual_seed(1)
+    shapes = {"x": (2, 6, 4), "context": (2, 3, 4)}
     return {
-        (home, name): value
-        for home, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and not home.startswith("test")
-        for name, value in list(vars(module).items())
-        if callable(value)
+        n: torch.randn(s, dtype=torch.float64).requires_grad_(requires_grad)
+        for n, s in shapes.items()
     }
 
 
-def replaced(before):
-    now = classes_and_functions()
-    return {key for key, value in before.items() if now.get(key) is not value}
+def result(run, net, **given):
+    """An output with all gradients."""
+    given = {**inputs(), **given}
+    net.zero_grad()
+    output = run(given.pop("x"), **given)
+    main = output[0] if isinstance(output, tuple) else output
+    loss = main.square().sum()
+    if isinstance(output, tuple):
+        loss = loss + sum((i + 2) * each.sum() for i, each in enumerate(output[1:]))
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    return {"output": main.detach(), "loss": loss.detach()} | gradients
 
 
-# --- the four packages
-
-HOLDERS = {
-    "reformer_pytorch": {
-        "reformer_pytorch.reversible": "Deterministic ReversibleBlock IrreversibleBlock "
-        "ReversibleSequence",
-        "reformer_pytorch.reformer_pytorch": "ReversibleSequence",
-    },
-    "axial_attention": {
-        "axial_attention.reversible": "Deterministic ReversibleBlock IrreversibleBlock "
-        "ReversibleSequence",
-        "axial_attention.axial_attention": "ReversibleSequence",
-    },
-    "se3_transformer_pytorch": {
-        "se3_transformer_pytorch.reversible": "Deterministic ReversibleBlock ReversibleSequence "
-        "SequentialSequence",
-        "se3_transformer_pytorch.se3_transformer_pytorch": "ReversibleSequence SequentialSequence",
-    },
-    "nuwa_pytorch": {
-        "nuwa_pytorch.reversible": "Deterministic ReversibleBlock ReversibleSequence route_args",
-        "nuwa_pytorch.reversible_video_audio": "Deterministic ReversibleSelfAttnBlock "
-        "ReversibleCrossAttnBlock "
-        "ReversibleCrossModalityAttnBlock DualModalityReversibleSequence reversible_apply "
-        "irreversible_apply",
-        "nuwa_pytorch.nuwa_pytorch": "ReversibleSequence DualModalityReversibleSequence",
-    },
-}
-
-
-@pytest.mark.parametrize("name", HOLDERS)
-def test_every_name_is_replaced_and_put_back(name, package):
-    """In all modules that have it; nothing else changes in any module."""
-    package(name)
-    before = classes_and_functions()
-    rg.compat.install(name)
-    assert replaced(before) == {
-        (module, each) for module, names in HOLDERS[name].items() for each in names.split()
-    }
-    for module, names in HOLDERS[name].items():
-        for each in names.split():
-            assert getattr(sys.modules[module], each).__module__.startswith("retrograd.compat.")
-    rg.compat.uninstall(name)
-    assert replaced(before) == set()
-
-
-@pytest.mark.parametrize("name", HOLDERS)
-def test_the_report(name, package):
-    package(name)
-    report = rg.compat.install(name)
-    systems = {
-        "reformer_pytorch": ["reformer"],
-        "axial_attention": ["axial"],
-        "se3_transformer_pytorch": ["se3"],
-    }
-    assert [each.system for each in report] == [
-        f"retrograd.compat.{system}" for system in systems.get(name, ["nuwa", "nuwa_video_audio"])
-    ]
-    for each in report:
-        assert isinstance(each, rg.compat.Installed)
-        assert each.module in HOLDERS[name]
-        for one in each.names:
-            assert getattr(sys.modules[each.module], one) is getattr(sys.modules[each.system], one)
-        assert str(each) == f"{each.module} runs on {each.system} ({', '.join(each.names)})"
-
-
-def test_before_the_package_was_imported(monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "reformer_pytorch"]:
-        monkeypatch.delitem(sys.modules, name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        rg.compat.install("reformer_pytorch")
-    try:
-        from reformer_pytorch import Reformer
-        from reformer_pytorch.reversible import ReversibleSequence
-
-        assert ReversibleSequence is rg.compat.reformer.ReversibleSequence
-        assert type(Reformer(dim=8, depth=1, heads=2).layers) is ReversibleSequence
-    finally:
-        rg.compat.uninstall("reformer_pytorch")
-    assert (
-        type(Reformer(dim=8, depth=1, heads=2).layers).__module__ == "reformer_pytorch.reversible"
+def assert_right(net, **given):
+    torch.testing.assert_close(
+        result(net, net, **given), result(net.plain, net, **given), rtol=1e-12, atol=1e-12
     )
 
 
-def test_after_the_package_was_imported(package):
-    Reformer = package("reformer_pytorch").Reformer
-    before = Reformer(dim=8, depth=1, heads=2)
-    rg.compat.install("reformer_pytorch")
-    between = Reformer(dim=8, depth=1, heads=2)
-    rg.compat.uninstall("reformer_pytorch")
-    after = Reformer(dim=8, depth=1, heads=2)
-    homes = [type(model.layers).__module__ for model in (before, between, after)]
-    assert homes == [
-        "reformer_pytorch.reversible",
-        "retrograd.compat.reformer",
-        "reformer_pytorch.reversible",
-    ]
+# --- what is replaced
 
 
-def test_random_states_are_left_alone(package):
-    for name in HOLDERS:
+def test_real_packages(package):
+    expected = {
+        "reformer_pytorch": {"reformer_pytorch.reversible": ("_ReversibleFunction",)},
+        "axial_attention": {"axial_attention.reversible": ("_ReversibleFunction",)},
+        "se3_transformer_pytorch": {"se3_transformer_pytorch.reversible": ("_ReversibleFunction",)},
+        "nuwa_pytorch": {
+            "nuwa_pytorch.reversible": ("_ReversibleFunction",),
+            "nuwa_pytorch.reversible_video_audio": ("ReversibleFunction",),
+        },
+        "linformer": {"linformer.reversible": ("_ReversibleFunction",)},
+    }
+    for name, replaced in expected.items():
         package(name)
         states = torch.get_rng_state(), random.getstate()
-        rg.compat.install(name)
+        report = rg.compat.install(name)
+        assert {each.module: each.names for each in report} == replaced
+        assert all(isinstance(each, rg.compat.Installed) for each in report)
         assert torch.equal(torch.get_rng_state(), states[0])
         assert random.getstate() == states[1]
 
 
-# --- packages that carry one of the five under another name
+def test_nothing_else_changes(package):
+    """No class of any module; `uninstall` gives everything back, also a bound `apply`."""
+    package("nuwa_pytorch")
+    before = names_and_values()
+    rg.compat.install("nuwa_pytorch")
+    now = names_and_values()
+    changed = {key for key, value in before.items() if now.get(key) is not value}
+    assert changed == {
+        ("nuwa_pytorch.reversible", "_ReversibleFunction"),
+        ("nuwa_pytorch.reversible_video_audio", "ReversibleFunction"),
+        ("nuwa_pytorch.reversible_video_audio", "reversible_apply"),
+    }
+    rg.compat.uninstall("nuwa_pytorch")
+    now = names_and_values()
+    assert not [key for key, value in before.items() if now.get(key) is not value]
 
 
-class Mixer(nn.Module):
-    """A function for all of them: tensors or dicts, with channels on any axis, one input or two, a
-    context or none.
-    """
-
-    def __init__(self, axis):
-        super().__init__()
-        self.axis = axis
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x, *others, context=None, **masks):
-        if isinstance(x, dict):
-            return {key: self(value, context=context) for key, value in x.items()}
-        y = self.linear(x.movedim(self.axis, -1)).tanh().movedim(-1, self.axis)
-        return y * (1 + sum(other.mean() for other in others)) + (
-            0 if context is None else context.sum()
-        )
-
-
-def outputs(module, system):
-    """A network of this module's blocks, and what it makes of fixed inputs, in one tensor."""
-    torch.manual_seed(3)
-    x, short, context = (
-        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-        for shape in ((2, 5, 4), (2, 3, 4), (3,))
-    )
-    pairs = [
-        (Mixer(1 if system == "axial" else 2), Mixer(1 if system == "axial" else 2))
-        for _ in range(3)
-    ]
-    if system == "nuwa_video_audio":
-        types = [
-            "intra_modality_self_attn",
-            "intra_modality_cross_attn",
-            "inter_modality_cross_attn",
-        ]
-        net = module.DualModalityReversibleSequence(
-            [[Mixer(2) for _ in range(4)] for _ in types], types
-        ).double()
-        return net, torch.cat(net(x, short, context=context), 1)
-    if system == "nuwa":
-        net = module.ReversibleSequence(
-            pairs, {"context": [(True, False), (False, False), (True, True)]}
-        ).double()
-        return net, net(x, context=context)
-    net = module.ReversibleSequence(pairs).double()
-    if system == "reformer":
-        return net, net(torch.cat((x, 2 * x), 2), context=context)
-    if system == "axial":
-        return net, net(x.transpose(1, 2), context=context)
-    return net, torch.cat(list(net({"0": x, "1": short}, context=context).values()), 1)
-
-
-def gradients(module, system):
-    net, output = outputs(module, system)
-    output.square().sum().backward()
-    return {"output": output.detach()} | {
-        name: weight.grad for name, weight in net.named_parameters()
+def names_and_values():
+    return {
+        (home, name): value
+        for home, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and home.startswith("nuwa_pytorch")
+        for name, value in list(vars(module).items())
     }
 
 
-@pytest.mark.parametrize("system", PLAIN)
-def test_a_copy_is_recognised_whatever_it_is_called(system, shelf):
-    """And what takes its place has the same parameters, outputs and gradients."""
-    name = shelf(f"network_{system}", {"layers": PLAIN[system]})
-    module = importlib.import_module(f"{name}.layers")
-    theirs = gradients(module, system)
-    [report] = rg.compat.install(name)
-    assert (report.module, report.system) == (f"{name}.layers", f"retrograd.compat.{system}")
-    torch.testing.assert_close(gradients(module, system), theirs, rtol=1e-9, atol=1e-12)
-    assert type(outputs(module, system)[0]).__module__ == report.system
-    rg.compat.uninstall(name)
-    assert type(outputs(module, system)[0]).__module__ == report.module
+def test_models_built_before_and_after(shelf):
+    module = importlib.import_module(shelf("family", {"layers": SOURCE}) + ".layers")
+    before = sequence(module)
+    report = rg.compat.install("family")
+    assert report == [rg.compat.Installed("family.layers", ("Engine",))]
+    assert str(report[0]) == "Engine of family.layers runs on retrograd"
+    after = sequence(module)
+    assert_right(before)
+    assert_right(after)
+    assert list(before.state_dict()) == list(after.state_dict())
+    rg.compat.uninstall("family")
+    with pytest.raises(AssertionError, match="their backward"):
+        result(after, after)
 
 
-@pytest.mark.parametrize(
-    "place", ["__init__", "deep/__init__", "deep/deeper/layers", "space/of/names"]
-)
-def test_it_may_be_anywhere_in_the_package(place, shelf):
-    inits = {"deep/__init__": "", "deep/deeper/__init__": ""}
-    name = shelf(
-        "anywhere",
-        {**inits, place: AXIAL, "other": "raise ImportError('nobody asked for this module')"},
-    )
-    [report] = rg.compat.install(name)
-    assert report.module == ".".join([name, *place.split("/")]).removesuffix(".__init__")
+def test_whatever_it_is_called_and_wherever_it_is(shelf):
+    renamed = SOURCE.replace("Engine", "WalkThem").replace("Block", "Layer")
+    modules = {"deep/__init__": "", "deep/deeper/layers": renamed}
+    shelf("anywhere", {**modules, "other": "raise ImportError('nobody asked for this module')"})
+    report = rg.compat.install("anywhere")
+    assert report == [rg.compat.Installed("anywhere.deep.deeper.layers", ("WalkThem",))]
 
 
-def test_a_package_may_carry_several(shelf):
-    name = shelf("several", PLAIN)
-    report = rg.compat.install(name)
-    assert {each.module: each.system for each in report} == {
-        f"{name}.{each}": f"retrograd.compat.{each}" for each in PLAIN
-    }
+def test_packages_and_modules_are_independent(shelf):
+    for name in ("one", "other"):
+        rg.compat.install(shelf(name, {"layers": SOURCE}))
+    rg.compat.uninstall("one")
+    engines = [type(sys.modules[f"{name}.layers"].Engine) for name in ("one", "other")]
+    assert issubclass(engines[0], type(torch.autograd.Function))
+    assert not issubclass(engines[1], type)
+    rg.compat.uninstall("other")
+    report = rg.compat.install("one.layers")
+    assert [each.module for each in report] == ["one.layers"]
+    rg.compat.uninstall("one.layers")
 
 
-def test_packages_are_independent(shelf):
-    one, other = (shelf(name, {"layers": AXIAL}) for name in ("one", "other"))
-    rg.compat.install(one)
-    rg.compat.install(other)
-    rg.compat.uninstall(one)
-    homes = [sys.modules[f"{name}.layers"].ReversibleSequence.__module__ for name in (one, other)]
-    assert homes == ["one.layers", "retrograd.compat.axial"]
-
-
-def test_names_that_a_user_has_imported(shelf):
-    """Under other names, too; and put back in those places, unless the user has changed
-    them since.
-    """
-    name = shelf("theirs", {"layers": AXIAL})
+def test_names_that_others_have_imported(shelf):
+    shelf("theirs", {"layers": SOURCE, "later": "from theirs.layers import Engine"})
     user = ModuleType("user_of_theirs")
-    exec(
-        "from theirs.layers import ReversibleSequence, ReversibleSequence as Stack, "
-        "ReversibleBlock as Block",
-        vars(user),
-    )
-    original = user.Stack
+    exec("from theirs.layers import Engine, Engine as E\nrun = Engine.apply", vars(user))
+    original = user.E
     sys.modules[user.__name__] = user
     try:
-        rg.compat.install(name)
-        assert user.ReversibleSequence is user.Stack is rg.compat.axial.ReversibleSequence
-        assert user.Block is rg.compat.axial.ReversibleBlock
-        user.Block = None
-        rg.compat.uninstall(name)
-        assert user.ReversibleSequence is user.Stack is original
-        assert user.Block is None
+        rg.compat.install("theirs")
+        later = importlib.import_module("theirs.later")
+        assert user.Engine is user.E is later.Engine is not original
+        assert user.run.__self__ is user.E
+        user.Engine = None
+        rg.compat.uninstall("theirs")
+        assert user.E is later.Engine is original
+        assert user.run == original.apply
+        assert user.Engine is None
     finally:
         del sys.modules[user.__name__]
 
 
-def test_twice_is_harmless(shelf):
-    name = shelf("twice", {"layers": AXIAL})
-    importlib.import_module("twice.layers")
-    before = classes_and_functions()
-    rg.compat.uninstall(name)  # nothing to undo
-    assert rg.compat.install(name) == rg.compat.install(name)
-    rg.compat.uninstall(name)
-    assert replaced(before) == set()
-    rg.compat.uninstall(name)
-    assert replaced(before) == set()
-    rg.compat.install(name)
-    assert replaced(before) == {
-        ("twice.layers", each)
-        for each in ("Deterministic", "ReversibleBlock", "IrreversibleBlock", "ReversibleSequence")
-    }
+def test_the_replacement_has_what_the_original_had(shelf):
+    module = importlib.import_module(shelf("family", {"layers": SOURCE}) + ".layers")
+    original = module.Engine
+    rg.compat.install("family")
+    assert module.Engine.__name__ == "Engine"
+    assert module.Engine.forward is original.forward
 
 
-# --- packages that are refused
+def test_a_call_without_blocks_stays_theirs(shelf):
+    source = altered(
+        "        ctx.y = x.detach()\n", "        ctx.y = x.detach()\n        x = x + 1\n"
+    )
+    module = importlib.import_module(shelf("family", {"layers": source}) + ".layers")
+    rg.compat.install("family")
+    assert module.Engine.apply(torch.ones(2), [], []).tolist() == [2.0, 2.0]
+
+
+def test_twice_and_reloaded(shelf):
+    module = importlib.import_module(shelf("twice", {"layers": SOURCE}) + ".layers")
+    rg.compat.uninstall("twice")  # nothing to undo
+    assert rg.compat.install("twice") == rg.compat.install("twice")
+    importlib.reload(module)
+    rg.compat.install("twice")
+    assert_right(sequence(module))
+    rg.compat.uninstall("twice")
+    assert isinstance(module.Engine, type)
+
+
+def test_settings(shelf):
+    """For all models, until it is installed with others; one model by `rg.set_memory`."""
+    module = importlib.import_module(shelf("family", {"layers": SOURCE}) + ".layers")
+    rg.compat.install("family", exact=True)
+    net = sequence(module)
+    exact = result(net, net)
+    rg.compat.install("family", exact=True, memory=rg.Keep())
+    kept = result(net, net)
+    assert all(torch.equal(exact[name], kept[name]) for name in exact)
+    rg.compat.install("family")
+    other = sequence(module)
+    rg.set_memory(net, rg.Keep())
+    modes = [rg.compat.installing.engines_of(model)[""].memory for model in (net, other)]
+    assert modes == [rg.Keep(), rg.Reverse()]
+    assert_right(net)
+    assert len(rg.plan(other, inputs()["x"]).rows) == 6
+    with pytest.raises(ValueError, match="a string is a budget"):
+        rg.compat.install("family", memory="all of it")
+
+
+# --- what is learned
+
+BODY = "y1 = x1 + self.f(x2, **f_args)\n        y2 = x2 + self.g(y1, **g_args)"
+RETURN = "return torch.cat((y1, y2), 2)"
+BLOCKS = {
+    "as it is": (),
+    "the other half first": ("x1, x2 = x", "x2, x1 = x", "(y1, y2)", "(y2, y1)"),
+    "halves that change places": ("cat((y1, y2)", "cat((y2, y1)"),
+    "another axis": ("chunk(2, 2)", "chunk(2, 1)", "y2), 2", "y2), 1", "x), 2", "x), 1"),
+    "functions of the same state": (
+        BODY,
+        "a, b = self.f(x2), self.g(x2)\n        y1, y2 = x1 + a + b, x2",
+    ),
+    "the target itself": (BODY, "y1 = x1 + self.f(x1)\n        y2 = x2 + self.g(y1)"),
+    "a stream by name": (BODY, "y1 = x1 + self.f(x=x2)\n        y2 = x2 + self.g(y1, other=y1)"),
+    "an argument by place": (
+        BODY,
+        "y1 = x1 + self.f(x2, f_args['context'])\n        y2 = x2 + self.g(y1)",
+    ),
+    "another name": (
+        BODY,
+        "y1 = x1 + self.f(x2, other=f_args['context'])\n        y2 = x2 + self.g(y1)",
+    ),
+    "a constant": (BODY, "y1 = x1 + self.f(x2, scale=0.5)\n        y2 = x2 + self.g(y1, scale=2)"),
+    "a signal": (BODY, "y1 = x1 + self.f(x2, _reverse=False)\n        y2 = x2 + self.g(y1)"),
+    "replay flags": (BODY, "y1 = x1 + self.f(x2)\n        y2 = x2 + self.g(y1)"),
+    "a list of functions": (
+        "self.f, self.g = f, g",
+        "self.both = nn.ModuleList([f, g])",
+        BODY,
+        "y1 = x1 + self.both[0](x2)\n        y2 = x2 + self.both[1](y1)",
+    ),
+    "an attribute of the block": (
+        "self.f, self.g = f, g",
+        "self.f, self.g, self.depth = f, g, 3.0",
+        BODY,
+        "y1 = x1 + self.f(x2, scale=self.depth)\n        y2 = x2 + self.g(y1)",
+    ),
+    "in place": (BODY, "y1, y2 = x1 + self.f(x2), x2.clone()\n        y2 += self.g(y1)"),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_blocks(case, shelf):
+    module = importlib.import_module(
+        shelf("family", {"layers": altered(*BLOCKS[case])}) + ".layers"
+    )
+    rg.compat.install("family")
+    assert_right(sequence(module))
+
+
+def test_auxiliary_values(shelf):
+    """One from each function, stacked by the package's own forward."""
+    source = altered(
+        BODY,
+        "fx, f_loss = self.f(x2)\n        y1 = x1 + fx\n        gy, g_loss = self.g(y1)\n"
+        "        y2 = x2 + gy",
+        RETURN,
+        RETURN + ", f_loss, g_loss",
+        "        for block, kwargs in zip(blocks, args):\n            x = block(x, **kwargs)\n",
+        "        losses = []\n        for block, kwargs in zip(blocks, args):\n"
+        "            x, *both = block(x, **kwargs)\n            losses.append(torch.stack(both))\n",
+        "x.detach()\n        return x",
+        "x.detach()\n        return x, torch.stack(losses)",
+        "        x = Engine.apply(x, self.blocks, args)\n        return sum(x.chunk(2, 2))",
+        "        x, losses = Engine.apply(x, self.blocks, args)\n"
+        "        return sum(x.chunk(2, 2)), losses[:, 0], losses[:, 1].exp()",
+        SOURCE[SOURCE.index("        x = Engine.forward(") :],
+        "        x, losses = Engine.forward(Engine, x, self.blocks, [{}] * 3)\n"
+        "        return sum(x.chunk(2, 2)), losses[:, 0], losses[:, 1].exp()",
+    )
+    module = importlib.import_module(shelf("family", {"layers": source}) + ".layers")
+    rg.compat.install("family")
+    assert_right(sequence(module, aux=True))
+
+
+def test_a_block_is_learned_once_for_a_structure(shelf):
+    """Not at every call: its own forward runs once for new shapes, modes and arguments."""
+    module = importlib.import_module(shelf("family", {"layers": SOURCE}) + ".layers")
+    rg.compat.install("family")
+    net = sequence(module)
+    counts = []
+    shorter = torch.randn(2, 4, 4, dtype=torch.float64)
+    calls = [{}, {}, {"x": shorter}, {"x": shorter}, {}, {"context": None}, {"context": None}]
+    for given in calls:
+        result(net, net, **given)
+        counts.append(module.Block.forwards)
+    assert counts == [3, 3, 6, 6, 6, 9, 9]
+    net.eval()
+    result(net, net)
+    assert module.Block.forwards == 12
+
+
+def test_one_argument_at_two_places_and_two(shelf):
+    """What was learned with one tensor for both does not hold for two."""
+    body = "y1 = x1 + self.f(x2, **f_args)\n        y2 = x2 + self.g(y1, other=f_args['other'])"
+    module = importlib.import_module(shelf("family", {"layers": altered(BODY, body)}) + ".layers")
+    rg.compat.install("family")
+    net = sequence(module)
+    one = torch.rand(3, dtype=torch.float64)
+    assert_right(net, context=one, other=one)
+    assert_right(net, context=one, other=one + 1)
+
+
+def test_functions_that_are_exchanged_are_used(shelf):
+    module = importlib.import_module(shelf("family", {"layers": SOURCE}) + ".layers")
+    rg.compat.install("family")
+    net = sequence(module)
+    assert_right(net)
+    net.blocks[1].f = Mixer().double()
+    assert_right(net)
+
+
+def test_hooks_on_functions_run_and_on_blocks_do_not_see_noise(shelf):
+    module = importlib.import_module(shelf("family", {"layers": SOURCE}) + ".layers")
+    rg.compat.install("family")
+    net = sequence(module)
+    seen = []
+    net.blocks[0].register_forward_hook(lambda *_: seen.append("block"))
+    net.blocks[0].f.register_forward_hook(lambda *_: seen.append("f"))
+    result(net, net)
+    assert seen == ["f", "f"]  # forward and recompute
+
+
+def test_bytes_are_flat_in_depth(shelf):
+    module = importlib.import_module(shelf("family", {"layers": SOURCE}) + ".layers")
+    rg.compat.install("family")
+    used = []
+    x = torch.randn(8, 64, 32, requires_grad=True)
+    for depth in (4, 16):
+        net = module.Sequence([[nn.Linear(32, 32), nn.Linear(32, 32)] for _ in range(depth)])
+        net(x).sum().backward()  # learned, so the step below is one like all others
+        net.zero_grad()
+        used.append(
+            rg.measure.activation_bytes(lambda n=net: n(x).sum().backward(), [*net.parameters(), x])
+        )
+    assert used[1] - used[0] < 8 * 64 * 32 * 4
+
+
+# --- what is refused
+
+REFUSED = {
+    "scaled": (
+        BODY,
+        BODY.replace("x2 + self.g(y1", "x2 + 2 * self.g(y1"),
+        "its stream x2 is not what it was plus",
+    ),
+    "subtracted": (
+        BODY,
+        BODY.replace("x2 + self.g", "x2 - self.g"),
+        "its stream x2 is not what it was plus",
+    ),
+    "damped": (BODY, BODY.replace("x1 + ", "0.9 * x1 + "), "its stream x1 is not what it was plus"),
+    "normalised": (
+        BODY,
+        BODY.replace("self.g(y1", "self.g(y1 / y1.norm()"),
+        "its function g is given a tensor that is neither a stream",
+    ),
+    "a mask that it computes": (
+        BODY,
+        BODY.replace("**g_args", "other=x1 > 0"),
+        "its function g is given a tensor that is neither a stream",
+    ),
+    "used twice": (
+        BODY,
+        "v = self.f(x2)\n        y1, y2 = x1 + v, x2 + v + self.g(x1)",
+        "it adds the same value to",
+    ),
+    "not used": (
+        BODY,
+        "self.g(x1)\n        y1, y2 = x1 + self.f(x2), x2",
+        "what its function g returns is added to no stream",
+    ),
+    "random": (
+        BODY,
+        "torch.rand(1)\n        " + BODY,
+        "it draws or seeds random numbers outside of its functions",
+    ),
+    "seeded": (
+        BODY,
+        "torch.manual_seed(3)\n        " + BODY,
+        "it draws or seeds random numbers outside of its functions",
+    ),
+    "a parameter of the block": (
+        "self.f, self.g = f, g",
+        "self.f, self.g, self.w = f, g, nn.Parameter(torch.ones(4))",
+        BODY,
+        BODY.replace("x1 + self.f", "x1 * self.w + self.f"),
+        "its stream x1 is not what it was plus",
+    ),
+    "an error": (
+        BODY,
+        "raise OSError('no graphics card')",
+        "on an example its forward raised OSError: no graphics card",
+    ),
+    "another value": (RETURN, RETURN + ", y1.mean()", "it returns 1 values besides its streams"),
+    "another shape": (
+        RETURN,
+        "return torch.cat((y1, y2), 2)[:, :1]",
+        "its outputs have other shapes",
+    ),
+    "between blocks": (
+        "x = block(x, **kwargs)",
+        "x = block(x, **kwargs).relu()",
+        "something else changes the streams between two blocks",
+    ),
+    "a middle that is used": (
+        "        for block, kwargs in zip(blocks, args):",
+        "        total = 0\n        for block, kwargs in zip(blocks, args):",
+        "x = block(x, **kwargs)",
+        "x = block(x, **kwargs)\n            total = total + x",
+        "x.detach()\n        return x",
+        "x.detach()\n        return total",
+        "its outputs are also used before the last block has run",
+    ),
+    "detached": (
+        "        ctx.y = x.detach()\n",
+        "        x = ctx.y = x.detach()\n",
+        "Engine.forward detaches its tensors",
+    ),
+    "a walk that draws": (
+        "        ctx.y = x.detach()\n",
+        "        ctx.y = x.detach()\n        torch.rand(1)\n",
+        "Engine.forward draws random numbers, and it runs twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_the_reason(case, shelf):
+    """When it first runs; nothing is computed, and random states stay."""
+    *changes, reason = REFUSED[case]
+    module = importlib.import_module(shelf("family", {"layers": altered(*changes)}) + ".layers")
+    rg.compat.install("family")
+    net = sequence(module)
+    state = torch.get_rng_state()
+    given = inputs()
+    torch.set_rng_state(state)
+    with pytest.raises(rg.ConversionError) as info:
+        net(**given)
+    text = str(info.value)
+    assert text.startswith(
+        f"rg.compat.install('family'): family.layers.Block cannot run on retrograd: {reason}"
+    )
+    assert "Fix: rg.compat.uninstall('family') puts the package's own engine back." in text
+
+
+def test_blocks_that_split_along_different_axes(shelf):
+    source = altered(
+        "self.f, self.g = f, g",
+        "self.f, self.g, self.axis = f, g, 2",
+        "chunk(2, 2)\n        y1",
+        "chunk(2, self.axis)\n        y1",
+        "(y1, y2), 2)",
+        "(y1, y2), self.axis)",
+    )
+    module = importlib.import_module(shelf("family", {"layers": source}) + ".layers")
+    rg.compat.install("family")
+    net = module.Sequence([[nn.Tanh(), nn.Sigmoid()] for _ in range(3)])
+    net.blocks[1].axis = 1
+    x = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(rg.ConversionError, match="different dimensions"):
+        net(x)
+    for block in net.blocks:
+        block.axis = 1  # learned anew
+    gradients = [torch.autograd.grad(run(x).square().sum(), x)[0] for run in (net, net.plain)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+# --- packages with nothing to replace
 
 
 @pytest.mark.parametrize(
@@ -557,291 +606,66 @@ def test_a_package_that_is_not_there(name):
     assert info.value.name == name
 
 
-def refusal(name):
-    """What is said about a package that is refused, and that nothing was changed for it."""
-    before = classes_and_functions()
-    state = torch.get_rng_state()
-    with pytest.raises(
-        ValueError, match=rf"^install\('{name}'\): no module of this package is one of the five"
-    ) as info:
+def test_a_package_without_an_engine():
+    with pytest.raises(ValueError, match=r"^install\('einops'\): there is nothing to replace\. "):
+        rg.compat.install("einops")
+
+
+@pytest.mark.parametrize("name", ["memcnn", "revlib", "momentumnet", "torch_geometric", "FrEIA"])
+def test_a_package_with_a_page_is_pointed_there(name, shelf):
+    if name in ("memcnn", "revlib"):
+        load(name)
+        expected = ValueError
+    else:  # not installed here, or not in this environment
+        shelf(name, {"layers": ""})
+        expected = ValueError
+    page = {"memcnn": "memcnn.md", "revlib": "revlib.md"}.get(name, "other-libraries.md")
+    with pytest.raises(expected, match=f"docs/migrate/{page} shows how") as info:
         rg.compat.install(name)
-    assert replaced(before) == set()
-    assert torch.equal(torch.get_rng_state(), state)
-    return str(info.value)
+    assert "nothing to replace" in str(info.value)
 
 
-def test_a_package_without_a_reversible_module():
-    text = refusal("einops")
-    for system in rg.compat.installing.SYSTEMS:
-        assert f"{system.module.__name__.rpartition('.')[2]}: {', '.join(system.names)}" in text
-    assert text.endswith("no file of it defines a reversible sequence")
+def test_every_page_is_there():
+    from pathlib import Path
 
-
-def test_packages_with_another_reversible_module():
-    load("revtorch")
-    assert (
-        "revtorch.revtorch is not retrograd.compat.reformer: it has no Deterministic, "
-        "IrreversibleBlock" in refusal("revtorch")
-    )
-    load("linformer")
-    text = refusal("linformer")
-    assert "linformer.reversible is not retrograd.compat.axial: it has no IrreversibleBlock" in text
-    assert (
-        "ReversibleSequence.__init__ takes (blocks, args_route={}, layer_dropout=0.0), not "
-        "(blocks, args_route={})" in text
-    )
-
-
-OTHER_SIGNATURES = {
-    "a missing name": (
-        "reformer",
-        "class IrreversibleBlock",
-        "class Irreversible",
-        "it has no IrreversibleBlock",
-    ),
-    "another argument": (
-        "axial",
-        "(self, blocks)",
-        "(self, blocks, dim)",
-        "ReversibleSequence.__init__ takes (blocks, dim), not (blocks)",
-    ),
-    "another default": (
-        "axial",
-        "arg_route=(True, True)",
-        "arg_route=(True, False)",
-        "ReversibleSequence.forward takes (x, arg_route=(True, False), **kwargs), not (x, "
-        "arg_route=(True, True), **kwargs)",
-    ),
-    "another order": (
-        "nuwa",
-        "(router, args, depth)",
-        "(args, router, depth)",
-        "route_args takes (args, router, depth), not",
-    ),
-    "another block": (
-        "se3",
-        "(self, x, **kwargs):\n        halves",
-        "(self, x, mask=None):\n        halves",
-        "ReversibleBlock.forward takes (x, mask=None), not (x, **kwargs)",
-    ),
-    "another apply": (
-        "nuwa_video_audio",
-        "(inputs, ind, blocks, kwargs)",
-        "(inputs, blocks, kwargs)",
-        "irreversible_apply takes (inputs, blocks, kwargs), not (inputs, ind, blocks, kwargs)",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", OTHER_SIGNATURES)
-def test_another_signature_is_refused(case, shelf):
-    system, old, new, difference = OTHER_SIGNATURES[case]
-    name = shelf("look_alike", {"layers": altered(system, old, new)})
-    assert f"look_alike.layers is not retrograd.compat.{system}: {difference}" in refusal(name)
-
-
-def altered(system, *changes):
-    """A system's source with replacements, each of which is in it."""
-    source = PLAIN[system]
-    for old, new in zip(changes[::2], changes[1::2]):
-        assert old in source
-        source = source.replace(old, new)
-    return source
-
-
-OTHER_RESULTS = {
-    "mean for sum": ("nuwa", "return sum(x.chunk(2, 2))", "return sum(x.chunk(2, 2)) / 2"),
-    "sum for mean": ("axial", "sum(x.chunk(2, 1)) / 2", "sum(x.chunk(2, 1))"),
-    "another axis": ("reformer", "chunk(2, 2)", "chunk(2, 1)", "y2), 2)", "y2), 1)"),
-    "merged": ("reformer", "        return x\n", "        return sum(x.chunk(2, 2))\n"),
-    "streams apart": ("se3", "self.g(y1)", "self.g(x1)"),
-    "the other stream first": (
-        "reformer",
-        "x1, x2 = x",
-        "x2, x1 = x",
-        "cat((y1, y2)",
-        "cat((y2, y1)",
-    ),
-    "minus": ("reformer", "x2 + self.g", "x2 - self.g"),
-    "sum for mean, of two": ("nuwa_video_audio", "sum(t.chunk(2, 2)) / 2", "sum(t.chunk(2, 2))"),
-}
-
-
-@pytest.mark.parametrize("case", OTHER_RESULTS)
-def test_another_computation_is_refused(case, shelf):
-    system, *changes = OTHER_RESULTS[case]
-    name = shelf("look_alike", {"layers": altered(system, *changes)})
-    expected = (
-        f"look_alike.layers is not retrograd.compat.{system}: on an example it computes "
-        "something else"
-    )
-    assert expected in refusal(name)
-
-
-FIRST = "        x = torch.cat((x, x), 1)"  # line of AXIAL's forward
-
-
-def test_an_example_that_fails_is_a_reason(shelf):
-    """Also if it has drawn random numbers before: `refusal` looks."""
-    failing = altered(
-        "axial", FIRST, "        torch.randn(3)\n        raise OSError('no graphics card')"
-    )
-    text = refusal(shelf("look_alike", {"layers": failing}))
-    assert (
-        "look_alike.layers is not retrograd.compat.axial: on an example it raised OSError: no "
-        "graphics card" in text
-    )
-
-
-def test_an_example_may_draw_random_numbers(shelf):
-    name = shelf("drawing", {"layers": altered("axial", FIRST, f"        torch.randn(3)\n{FIRST}")})
-    state = torch.get_rng_state()
-    rg.compat.install(name)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-# --- imports that fail
+    folder = Path(__file__).parents[1] / "docs" / "migrate"
+    for page in rg.compat.installing.PAGES.values():
+        assert (folder / page).exists(), page
 
 
 @pytest.mark.parametrize("place", ["__init__", "broken"])
 def test_an_import_that_fails_passes_its_error_through(place, shelf):
-    """As it is, from the package or from a module that looks right; the module that was fine is
-    left alone, too.
-    """
-    broken = "raise OSError('a library is missing')\nclass ReversibleSequence(object): ...\n"
-    name = shelf("failing", {"a_good_one": AXIAL, place: broken})
+    """As it is; the module that was fine is left alone, too."""
+    broken = f"raise OSError('a library is missing')\n{SOURCE}"
+    shelf("failing", {"a_good_one": SOURCE, place: broken})
     for _ in range(2):
         with pytest.raises(OSError, match="^a library is missing$"):
-            rg.compat.install(name)
+            rg.compat.install("failing")
     if place == "broken":
-        assert (
-            sys.modules["failing.a_good_one"].ReversibleSequence.__module__ == "failing.a_good_one"
-        )
+        assert isinstance(sys.modules["failing.a_good_one"].Engine, type)
 
 
-def test_a_package_that_was_mended_can_be_installed(shelf):
-    name = shelf("mended", {"layers": AXIAL, "__init__": "import no_such_library"})
-    with pytest.raises(ModuleNotFoundError, match="^No module named 'no_such_library'$"):
-        rg.compat.install(name)
-    shelf("mended", {"__init__": ""})
-    assert [each.module for each in rg.compat.install(name)] == ["mended.layers"]
+# --- finding engines in source
 
 
-# --- what signatures do not show, and what happens in between
-
-SAME_ON_THE_EXAMPLE = {
-    "f and g exchanged": (
-        "axial",
-        "self.f(x2",
-        "self.GG(x2",
-        "self.g(y1",
-        "self.f(y1",
-        "self.GG",
-        "self.g",
-    ),
-    "keyword arguments for g, too": ("se3", "self.g(y1)", "self.g(y1, **kwargs)"),
-    "modalities that do not see each other": (
-        "nuwa_video_audio",
-        "(x2, m2, ",
-        "(x2, 0 * m2, ",
-        "(m2, x2, ",
-        "(m2, 0 * x2, ",
-    ),
-    "g for video, k for audio": (
-        "nuwa_video_audio",
-        "self.k(x1)",
-        "self.g(x1)",
-        "m2 + self.g(m1)",
-        "m2 + self.k(m1)",
-    ),
+FOUND = {
+    "for block in blocks:\n            x = block(x)": True,
+    "for block, kw in zip(blocks, args):\n            x = block(x, **kw)": True,
+    "for i, block in enumerate(blocks[::-1]):\n            x = block(x)": True,
+    "for i in range(len(blocks)):\n            x = blocks[i](x)": True,
+    "x = [block(x) for block in blocks][-1]": True,
+    "x = blocks(x)": False,
+    "for block in blocks:\n            x = block.run(x)": False,
+    "for name in NAMES:\n            x = name(x)": False,
 }
 
 
-@pytest.mark.parametrize("case", SAME_ON_THE_EXAMPLE)
-def test_another_use_of_the_functions_is_refused(case, shelf):
-    system, *changes = SAME_ON_THE_EXAMPLE[case]
-    assert "computes something else" in refusal(
-        shelf("look_alike", {"layers": altered(system, *changes)})
+@pytest.mark.parametrize("body", FOUND)
+def test_what_counts_as_an_engine(body):
+    source = (
+        "class Any(Function):\n    def forward(ctx, x, blocks, args):\n        "
+        f"{body}\n        return x\n\n    def backward(ctx, dy):\n        return dy\n"
     )
-
-
-def test_another_kind_of_output_is_refused(shelf):
-    changed = altered("axial", "return sum(x.chunk(2, 1)) / 2", "return x.chunk(2, 1)")
-    assert "computes something else" in refusal(shelf("look_alike", {"layers": changed}))
-
-
-def test_a_class_that_is_no_module_is_refused(shelf):
-    changed = altered(
-        "axial",
-        "class Deterministic(nn.Module)",
-        "class Deterministic",
-        "super().__init__()\n        self.net",
-        "self.net",
-    )
-    refusal(
-        shelf(
-            "look_alike",
-            {"layers": changed.replace("def forward(self, *args", "def __call__(self, *args")},
-        )
-    )
-
-
-def test_a_module_imported_later_is_put_back(shelf):
-    name = shelf("lazy", {"layers": AXIAL, "later": "from lazy.layers import ReversibleSequence"})
-    rg.compat.install(name)
-    later = importlib.import_module("lazy.later")
-    rg.compat.uninstall(name)
-    assert later.ReversibleSequence is sys.modules["lazy.layers"].ReversibleSequence
-
-
-def test_a_module_that_was_reloaded_can_be_installed(shelf):
-    name = shelf("reloaded", {"layers": AXIAL})
-    rg.compat.install(name)
-    layers = importlib.reload(sys.modules["reloaded.layers"])
-    rg.compat.install(name)
-    assert layers.ReversibleSequence is rg.compat.axial.ReversibleSequence
-
-
-def test_a_module_may_carry_two_systems(shelf):
-    rest = VIDEO_AUDIO.removeprefix(FUNCTION)
-    report = rg.compat.install(shelf("both", {"layers": NUWA + rest}))
-    assert [each.system for each in report] == [
-        "retrograd.compat.nuwa",
-        "retrograd.compat.nuwa_video_audio",
-    ]
-
-
-def test_a_reload_leaves_other_modules_on_ours(shelf):
-    name = shelf("twice", {"layers": AXIAL, "model": "from twice.layers import ReversibleSequence"})
-    model = importlib.import_module("twice.model")
-    rg.compat.install(name)
-    importlib.reload(sys.modules["twice.layers"])
-    rg.compat.install(name)
-    assert (
-        model.ReversibleSequence
-        is sys.modules["twice.layers"].ReversibleSequence
-        is rg.compat.axial.ReversibleSequence
-    )
-
-
-def test_names_that_were_ours_before_stay_so(shelf):
-    source = "from retrograd.compat.axial import ReversibleSequence as Fast"
-    name = shelf("compared", {"layers": AXIAL, "compare": source})
-    compare = importlib.import_module("compared.compare")
-    rg.compat.install(name)
-    rg.compat.uninstall(name)
-    assert compare.Fast is rg.compat.axial.ReversibleSequence
-    assert sys.modules["compared.layers"].ReversibleSequence is not compare.Fast
-
-
-def test_another_default_device(shelf):
-    name = shelf("elsewhere", {"layers": altered("axial", "/ 2", "/ 1")})
-    with torch.device("meta"):
-        assert "computes something else" in refusal(name)
-
-
-def test_one_module_of_a_package(shelf):
-    assert [
-        each.module for each in rg.compat.install(shelf("single", {"layers": AXIAL}) + ".layers")
-    ] == ["single.layers"]
-    rg.compat.uninstall("single.layers")
+    assert engines_in(source) == (["Any"] if FOUND[body] else [])
+    assert engines_in(source.replace("def backward", "def other")) == []
+    assert engines_in("this is { not Python") == []

@@ -308,3 +308,18 @@ def test_every_name_is_asked_for_at_import():
     for name in used:
         path = name.replace("frames.", "_C._dynamo.eval_frame.")
         assert f'"{path}' in source, f"add {path!r} to the names that are needed"
+
+
+def test_a_bare_copy_has_the_same_parts_and_no_hooks():
+    seen = []
+    module = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    module.register_forward_hook(lambda *_: seen.append("hook"))
+    module.register_forward_pre_hook(lambda *_: seen.append("pre-hook"))
+    module.compile(backend="eager")
+    twin = private.bare_copy(module)
+    twin(torch.ones(1, 2))
+    assert seen == []
+    assert twin[0] is module[0] and type(twin) is type(module)
+    twin.attribute = 1
+    assert not hasattr(module, "attribute")
+    assert len(module._forward_hooks) == 1 and module._compiled_call_impl is not None

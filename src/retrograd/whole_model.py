@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from retrograd.budget import Budget
+from retrograd.compat.installing import engines_of as installed_engines
 from retrograd.compat.pairs import Engine
 from retrograd.converting.conversion import ATTRIBUTE, Conversion
 from retrograd.core.guard import Guard, Undo
@@ -72,7 +73,9 @@ def set_memory(model: Model, memory: MemoryMode | str) -> Model:
 
 
 def memory_holders(model: nn.Module) -> Mapping[str, HasMemory]:
-    """The stacks of a model, and what builds stacks in `retrograd.compat`, by path."""
+    """The stacks of a model, and what builds stacks in `retrograd.compat`, by path. Models of an
+    installed package have the latter, too.
+    """
     stacks: Mapping[str, HasMemory] = stacks_of(model)
     engines: dict[str, HasMemory] = {}
     for path, module in model.named_modules():
@@ -80,7 +83,7 @@ def memory_holders(model: nn.Module) -> Mapping[str, HasMemory]:
         # The engines of blocks inside of a sequence do not run: the sequence has one for all.
         if isinstance(engine, Engine) and not any(is_inside(path, other) for other in engines):
             engines[path] = engine
-    return {**stacks, **engines}
+    return {**stacks, **engines, **installed_engines(model)}
 
 
 def plan(model: nn.Module | Callable[..., Any], /, *args: Any, **kwargs: Any) -> StepPlan:

@@ -1,7 +1,8 @@
-"""`install("some_package")`: replace the reversible module of an installed package by retrograd's.
+"""`install("some_package")`: run the reversible blocks of an installed package on retrograd.
 
-`systems` decides which modules can be replaced. Here their names are replaced in every loaded
-module that has them, and put back by `uninstall`.
+Such a package has an autograd function that walks a list of blocks. `engine_searching` finds it in
+the source. Here its name is replaced in every loaded module that has it, by an `EngineCall`, and
+put back by `uninstall`. The package's classes stay as they are.
 """
 
 from __future__ import annotations
@@ -9,32 +10,57 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+from types import MethodType, ModuleType
+from typing import Any, NamedTuple
 
-from retrograd.compat.systems import SYSTEMS, System, difference
+import torch
+from torch import nn
+
+from retrograd.compat import huggingface
+from retrograd.compat.engine_calls import EngineCall
+from retrograd.compat.engine_searching import engine_functions
+from retrograd.compat.pairs import Engine
+from retrograd.core.exact import Grid
+from retrograd.core.memory import MemoryMode, Reverse
+from retrograd.stack import checked_memory
+
+# Autograd functions whose blocks return more than tensors.
+SPECIAL: dict[str, type[EngineCall]] = {huggingface.FUNCTION: huggingface.ReformerCall}
+
+# Packages that have another kind of engine, and the page that shows how their networks move.
+PAGES = {
+    "memcnn": "memcnn.md",
+    "revlib": "revlib.md",
+    "revtorch": "revtorch.md",
+    "torch_geometric": "other-libraries.md",
+    "mmpretrain": "other-libraries.md",
+    "slowfast": "other-libraries.md",
+    "iunets": "other-libraries.md",
+    "FrEIA": "other-libraries.md",
+    "momentumnet": "other-libraries.md",
+    "revcol": "other-libraries.md",
+    "torch": "checkpoint.md",
+}
 
 
 class Installed(NamedTuple):
-    """What `install` replaced: a module of the package, the system that replaces it, and the names
-    that now refer to retrograd's classes and functions.
+    """What `install` replaced: a module of the package, and the names of the autograd functions in
+    it whose calls now run on retrograd.
     """
 
     module: str
-    system: str
     names: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.module} runs on {self.system} ({', '.join(self.names)})"
+        return f"{', '.join(self.names)} of {self.module} runs on retrograd"
 
 
 class Replacement(NamedTuple):
     """A name in a loaded module, with its value before and after."""
 
-    module: ModuleType
+    holder: Any  # a module, or a class of one
     name: str
     theirs: object
     ours: object
@@ -46,12 +72,14 @@ class Installation:
 
     report: list[Installed]
     replacements: list[Replacement]
-    ours_before: set[tuple[str, str]]  # names, by module, that were retrograd's already
+    settings: dict[str, Any]
 
     def is_in_place(self) -> bool:
         for replacement in self.replacements:
-            module = sys.modules.get(replacement.module.__name__)
-            if getattr(module, replacement.name, None) is not replacement.ours:
+            holder = replacement.holder
+            if isinstance(holder, ModuleType):  # one that is loaded now
+                holder = sys.modules.get(holder.__name__)
+            if getattr(holder, replacement.name, None) is not replacement.ours:
                 return False
         return True
 
@@ -59,120 +87,162 @@ class Installation:
 _installations: dict[str, Installation] = {}
 
 
-def install(package: str) -> list[Installed]:
-    """Run an installed package on retrograd, if its reversible module is one of the five systems.
+def install(
+    package: str, *, memory: MemoryMode | str = Reverse(), exact: bool | Grid = False
+) -> list[Installed]:
+    """Run the reversible blocks of an installed package on retrograd.
 
-    Models that are built from now on use retrograd. The package may be imported before or after.
-    Returns what was replaced. `uninstall(package)` undoes it.
+    The package's classes stay: constructors, state-dict keys and random draws are its own. Only the
+    autograd function that walks its blocks is replaced. What the blocks compute is learned from
+    their own `forward`, when they first run. Models that were built before are reached, too, and
+    the package may be imported before or after. `uninstall(package)` undoes it.
 
-    Raises `ModuleNotFoundError` if the package is not installed. Raises `ValueError` if it has no
-    such module, or if its module looks like one of the five and computes something else.
+    Args:
+        package: the name that you import.
+        memory, exact: as for `rg.Reversible`, for every model of the package. `rg.set_memory`
+            changes the memory mode of one model. Install again to change both for all.
+
+    Returns what was replaced. Raises `ModuleNotFoundError` if the package is not installed, and
+    `ValueError` if it has no such function. A block that is not a list of updates
+    `stream += function(...)` raises `rg.ConversionError` when it first runs.
 
     Example:
         >>> rg.compat.install("reformer_pytorch")  # doctest: +SKIP
-        [Installed(module='reformer_pytorch.reversible', system='retrograd.compat.reformer',
-        names=('Deterministic', ...))]
+        [Installed(module='reformer_pytorch.reversible', names=('_ReversibleFunction',))]
     """
+    settings = {"memory": checked_memory(memory), "exact": exact}
     previous = _installations.get(package)
     if previous is not None and previous.is_in_place():
-        return previous.report
+        if previous.settings == settings:
+            return previous.report
+        uninstall(package)
+    elif previous is not None:  # a module was reloaded
+        uninstall(package)
     _import(package)
-    matches = _matching_modules(package)
-    report = [
-        Installed(module.__name__, system.module.__name__, system.names)
-        for module, system in matches
+    if _page_hint(package):
+        raise ValueError(
+            f"install({package!r}): there is nothing to replace, because its engine is of another "
+            f"kind.{_page_hint(package)}"
+        )
+    found = list(_functions(package))
+    if not found:
+        raise ValueError(_nothing_found(package))
+    replacements = [
+        each for module, name in found for each in _replacements(module, name, settings)
     ]
-    replacements: list[Replacement] = []
-    ours_before: set[tuple[str, str]] = set()
-    for module, system in matches:
-        for name in system.names:
-            theirs = getattr(module, name)
-            ours = getattr(system.module, name)
-            replacements += [Replacement(m, n, theirs, ours) for m, n in _references(theirs)]
-            ours_before |= {(m.__name__, n) for m, n in _references(ours)}
     for replacement in replacements:
-        setattr(replacement.module, replacement.name, replacement.ours)
-    if previous is not None:  # a module was reloaded; the other replacements are still in place
-        replacements = previous.replacements + replacements
-        ours_before = previous.ours_before
-    _installations[package] = Installation(report, replacements, ours_before)
+        setattr(replacement.holder, replacement.name, replacement.ours)
+    names: dict[str, tuple[str, ...]] = {}
+    for module, name in found:
+        names[module.__name__] = (*names.get(module.__name__, ()), name)
+    report = [Installed(module, of_module) for module, of_module in names.items()]
+    _installations[package] = Installation(report, replacements, settings)
     return report
 
 
 def uninstall(package: str) -> None:
     """Undo `install(package)`. Does nothing if it was not installed.
 
-    Models that were built in between keep running on retrograd.
+    All models of the package run on its own engine again.
     """
     installation = _installations.pop(package, None)
     if installation is None:
         return
-    for module, name, theirs, ours in installation.replacements:
-        if getattr(module, name, None) is ours:
-            setattr(module, name, theirs)
-    # Modules of the package that were imported since then have retrograd's values, too.
-    latest = {id(replacement.ours): replacement for replacement in installation.replacements}
-    top_level = package.partition(".")[0]
-    for replacement in latest.values():
-        for module, name in _references(replacement.ours):
-            in_package = module.__name__.partition(".")[0] == top_level
-            if in_package and (module.__name__, name) not in installation.ours_before:
-                setattr(module, name, replacement.theirs)
+    for holder, name, theirs, ours in installation.replacements:
+        if getattr(holder, name, None) is ours:
+            setattr(holder, name, theirs)
+    # Modules that were imported since then have the replacement, too.
+    for replacement in installation.replacements:
+        for module, name in _references(lambda value, ours=replacement.ours: value is ours):
+            setattr(module, name, replacement.theirs)
+
+
+def engines_of(model: nn.Module) -> dict[str, Engine]:
+    """The engines of a model's blocks, by the path of the module that runs them."""
+    found: dict[str, Engine] = {}
+    for path, module in model.named_modules():
+        lists = [part for part in module.children() if isinstance(part, nn.ModuleList)]
+        blocks = [block for part in lists for block in part]
+        call = _call_in(type(module).forward)
+        if call is not None and blocks:
+            found[path] = call.engines.of(blocks)
+    return found
+
+
+def _call_in(forward: Any) -> EngineCall | None:
+    """The replaced autograd function that a method uses."""
+    for name in getattr(getattr(forward, "__code__", None), "co_names", ()):
+        value = forward.__globals__.get(name)
+        holder: Any = value.__self__ if type(value) is MethodType else value
+        if issubclass(type(holder), EngineCall):
+            return holder
+    return None
 
 
 def _import(package: str) -> None:
     if package not in sys.modules and importlib.util.find_spec(package.partition(".")[0]) is None:
         raise ModuleNotFoundError(
             f"install({package!r}): there is no such package. Give the name that you import, such "
-            f"as reformer_pytorch, and install it first (pip install {package.replace('_', '-')}).",
+            f"as reformer_pytorch, and install it first (pip install {package.replace('_', '-')})."
+            f"{_page_hint(package)}",
             name=package,
         )
     importlib.import_module(package)
 
 
-def _matching_modules(package: str) -> list[tuple[ModuleType, System]]:
-    """The package's modules that retrograd can replace, each with its system."""
-    matches = []
-    differences = []
-    for module in _candidates(package):
-        for system in SYSTEMS:
-            found = difference(module, system)
-            if found is None:
-                matches.append((module, system))
-            else:
-                differences.append(f"{module.__name__} is not {system.module.__name__}: {found}")
-    if matches:
-        return matches
-    names = "; ".join(f"{system.short_name}: {', '.join(system.names)}" for system in SYSTEMS)
-    reasons = differences or ["no file of it defines a reversible sequence"]
-    lines = "".join(f"\n  {reason}" for reason in reasons)
-    raise ValueError(
-        f"install({package!r}): no module of this package is one of the five that retrograd "
-        "replaces. Looked for a module with the names and signatures of one of these "
-        f"({names}).{lines}"
-    )
+def _functions(package: str) -> Iterator[tuple[ModuleType, str]]:
+    """The package's autograd functions that walk a list of blocks; no other module is imported."""
+    for module_name, names in engine_functions(sys.modules[package]):
+        module = importlib.import_module(module_name)
+        for name in names:
+            value = getattr(module, name, None)
+            if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+                yield module, name
 
 
-def _candidates(package: str) -> Iterator[ModuleType]:
-    """The package's modules whose source defines a reversible sequence; no others are imported."""
-    root = sys.modules[package]
-    if not hasattr(root, "__path__"):  # a single file
-        yield root
-    for folder in map(Path, getattr(root, "__path__", [])):
-        for path in sorted(folder.rglob("*.py")):
-            source = path.read_text(encoding="utf-8", errors="ignore")
-            if any(f"class {system.sequence}(" in source for system in SYSTEMS):
-                parts = path.relative_to(folder).with_suffix("").parts
-                name = ".".join([package, *parts]).removesuffix(".__init__")
-                yield importlib.import_module(name)
+def _replacements(
+    module: ModuleType, name: str, settings: Mapping[str, Any]
+) -> Iterator[Replacement]:
+    """All names that refer to an autograd function, or to its `apply`."""
+    theirs = getattr(module, name)
+    make = SPECIAL.get(f"{module.__name__}.{name}", EngineCall)
+    ours = make(theirs, settings)
+    for holder, alias in _references(lambda value: value is theirs):
+        yield Replacement(holder, alias, theirs, ours)
+    apply = ours.apply
+    for holder, alias in _references(lambda value: _is_apply_of(value, theirs)):
+        yield Replacement(holder, alias, getattr(holder, alias), apply)
+    for holder, attribute, value in ours.others():
+        yield Replacement(holder, attribute, getattr(holder, attribute), value)
 
 
-def _references(value: object) -> list[tuple[ModuleType, str]]:
-    """Every name in a loaded module that refers to this value, where defined or imported."""
+def _is_apply_of(value: object, theirs: type) -> bool:
+    if type(value) is not MethodType:  # `isinstance` would ask odd objects for their class
+        return False
+    return value.__self__ is theirs and value.__name__ == "apply"
+
+
+def _references(matches: Callable[[object], bool]) -> list[tuple[ModuleType, str]]:
+    """Every name in a loaded module whose value matches, where defined or imported."""
     return [
         (module, name)
         for module in list(sys.modules.values())
         if isinstance(module, ModuleType) and not module.__name__.startswith("retrograd.")
-        for name, other in list(vars(module).items())
-        if other is value
+        for name, value in list(vars(module).items())
+        if matches(value)
     ]
+
+
+def _nothing_found(package: str) -> str:
+    return (
+        f"install({package!r}): there is nothing to replace. Looked in its source for an autograd "
+        "function whose forward calls the blocks of a list one after another, and found none. "
+        "rg.convert(model) makes the layers of an ordinary model reversible."
+    )
+
+
+def _page_hint(package: str) -> str:
+    page = PAGES.get(package.partition(".")[0])
+    if page is None:
+        return ""
+    return f" docs/migrate/{page} shows how its networks run on retrograd."

@@ -7,6 +7,7 @@ modules only hold the functions, under the names that the original package's che
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class UpdateSpec(NamedTuple):
     fn: Function
     reads: tuple[str, ...]
     names: ArgumentNames
+    coupling: rg.Coupling = rg.Additive()
 
 
 class Engine:
@@ -113,12 +115,33 @@ class Engine:
         built = self._built
         if built is None or built[0] != built_from:
             program = [
-                rg.Update(update.target, update.fn, update.reads, route=dict(update.names))
-                for update in updates
+                rg.Update(u.target, u.fn, u.reads, coupling=u.coupling, route=dict(u.names))
+                for u in updates
             ]
             built = (built_from, rg.Reversible(program, memory=memory, exact=self.exact))
             self._built = built
         return built[1]
+
+
+class Engines:
+    """The engines of an installed package: one for each list of blocks.
+
+    They are found by the blocks, because packages hand over lists that lack some of them (layer
+    dropout). Blocks are held by weak references: a copy or a pickle of a model takes nothing along.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = settings
+        self._by_block: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+    def of(self, blocks: Iterable[nn.Module]) -> Engine:
+        """The engine of these blocks, which may be made here."""
+        blocks = list(blocks)
+        known = (self._by_block.get(block) for block in blocks)
+        engine = next((each for each in known if each is not None), None) or Engine(**self.settings)
+        for block in blocks:
+            self._by_block.setdefault(block, engine)
+        return engine
 
 
 def _copy_mask(value: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from retrograd.core.torch_version import VERSION, needed
@@ -236,6 +236,20 @@ def is_compiler_active() -> bool:
     if torch.compiler.is_compiling():  # first: where it is true, the rest cannot be traced
         return True
     return _C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def bare_copy(module: nn.Module) -> nn.Module:
+    """A shallow copy of a module, without hooks and without its compiled call.
+
+    Its parts, parameters and attributes are the same objects. No public name gives this:
+    `copy.copy` keeps hooks and the compiled call.
+    """
+    twin = object.__new__(type(module))
+    for name, value in module.__dict__.items():
+        is_hooks = name.endswith("_hooks") and isinstance(value, dict)
+        twin.__dict__[name] = type(value)() if is_hooks else value
+    twin.__dict__["_compiled_call_impl"] = None
+    return twin
 
 
 def is_compiled(function: Any) -> bool:
