@@ -8,7 +8,7 @@ TORCH  ?= 2.13.0
 OTHER  := .venv-torch/$(TORCH)
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not integration"
 
-.PHONY: help train test lint types tests test-torch test-integrations compatibility family docs dist fuzz bench clean
+.PHONY: help train test lint types tests test-torch test-integrations compatibility family docs dist fuzz attack bench clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -55,6 +55,9 @@ dist: $(VENV)/ready  ## the sdist and the wheel, in dist, checked as the package
 
 fuzz: $(VENV)/ready  ## 20,000 random programs, all samples of PyTorch's operation registry, 5,000 interrupts (half an hour)
 	OMP_NUM_THREADS=1 RETROGRAD_FUZZ=5000 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py tests/test_operations.py tests/test_interrupts.py tests/test_exact.py
+
+attack: $(VENV)/ready  ## kills, damage, interrupts, odd command lines and a long run against the trainer: docs/reliability.md (two hours)
+	OMP_NUM_THREADS=1 $(BIN)/python -m speedrun.attacks --write-docs
 
 bench: $(PEERS)  ## time and memory of a step: plain, checkpoint, peers, the five systems and retrograd (half an hour)
 	$(BIN)/python -W ignore -m benchmarks

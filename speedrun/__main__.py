@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+
+# Read when torch is loaded. Threads that wait for each other sleep: spinning, they would take the
+# cores from each other where other programs are busy (`python -m speedrun.attacks.busy`).
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from retrograd.cli.mistakes import run_command
 from speedrun import sample, train

@@ -1,6 +1,5 @@
 """The edges of the command line: names, terminals, streams that are closed, files that exist."""
 
-import json
 import os
 import stat
 import subprocess
@@ -125,28 +124,20 @@ def test_a_file_in_the_current_folder_does_not_run_in_place_of_a_package(tmp_pat
         assert "<svg" in (tmp_path / "page.html").read_text()
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_streams_that_are_closed(closed, tmp_path):
-    done = retrograd("info", "--json", shell=closed)
-    assert done.returncode == 0
-    assert "Traceback" not in done.stderr
-    if closed[-3:] == ">&-" and closed.startswith("2"):
-        assert json.loads(done.stdout)
-    done = retrograd("check", "nowhere:f", shell=closed)
+def test_streams_that_are_closed():
+    assert retrograd("info", shell="<&- >&- 2>&-").returncode == 0
+    done = retrograd("check", "nowhere:f", shell="2>&-")
     assert done.returncode == 2
     assert done.stdout == ""  # a mistake for a stderr that is closed does not go to stdout
 
 
-@pytest.mark.parametrize("arguments", [("info",), ("--help",), ("check", "--help")])
-def test_a_broken_pipe_ends_quietly(arguments):
-    done = retrograd(*arguments, shell="| true; exit ${PIPESTATUS[0]}")
+def test_a_broken_pipe_ends_quietly():
+    done = retrograd("check", "--help", shell="| true; exit ${PIPESTATUS[0]}")
     assert done.returncode in (0, 141)
     assert done.stderr == ""
 
 
 def test_a_stderr_that_nobody_reads():
-    done = retrograd("check", "nowhere:f", shell="2> >(true); code=$?; sleep 0.1; exit $code")
-    assert done.returncode == 2
     done = retrograd("check", "nowhere:f", shell="2> /dev/full")
     assert done.returncode == 2
 

@@ -17,6 +17,7 @@ from benchmarks import __main__ as benchmarks
 from benchmarks import gpu
 from retrograd import cli
 from speedrun import __main__ as speedrun
+from speedrun.attacks import __main__ as attacks
 from tests.packages import load
 from tests.test_house import PUBLIC
 
@@ -27,6 +28,7 @@ OTHERS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "speedrun" / "REA
 PARSERS = {
     "retrograd": cli.parser,
     "speedrun": speedrun.parser,
+    "speedrun.attacks": attacks.parser,
     "benchmarks": benchmarks.parser,
     "benchmarks.gpu": gpu.parser,
 }

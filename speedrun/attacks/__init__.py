@@ -1,6 +1,6 @@
 """Attacks on the trainer and the command line: kills, damage, odd arguments, interrupts.
 
-    make attack                                       # all, in full: an hour and a half
+    make attack                                       # all, in full: two hours
     python -m speedrun.attacks kills state --share 0.1
 
 Each attack is a function of how many times it is tried. It returns an `Outcome`: what was tried,

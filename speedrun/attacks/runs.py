@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 from speedrun import checkpoints, metrics
 from speedrun.__main__ import main
 from speedrun.attacks.forks import Ended, Process
@@ -57,11 +59,17 @@ class Attacked:
         return [process.wait() for process in self.start()]
 
     def content(self) -> Content:
-        """The loss of every step, and the files of the last checkpoint."""
+        """The loss of every step, and the tensors of the last checkpoint.
+
+        Not its files: those of a sharded one list tensors in the order in which they were made.
+        """
         rows = metrics.read(self.folder / "metrics.jsonl")
         last = self.folder / "checkpoints" / f"{checkpoints.steps(self.folder)[-1]:08d}"
-        files = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
-        return [row["bits_per_byte"] for row in rows], files
+        tensors = {}
+        for path in last.glob("*.safetensors"):
+            for name, tensor in load_file(path).items():
+                tensors[f"{path.name}: {name}"] = tensor.numpy().tobytes()
+        return [row["bits_per_byte"] for row in rows], tensors
 
     def is_like(self, whole: Content) -> str | None:
         """Finish it, and tell what differs from a run that was never attacked."""
