@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from retrograd.backward_watch import BackwardWatch
 from retrograd.core.guard import Guard
 from retrograd.core.guards.autocast import autocast_state
 from retrograd.core.memory import Call, MemoryMode, Plan, plan_of
@@ -22,7 +23,7 @@ from retrograd.core.private import PassiveMode, run_in_mode, surrounding_hooks
 from retrograd.core.program import Application, Program
 from retrograd.core.streams import State, flatten
 from retrograd.core.structure import StackCache, Structure
-from retrograd.core.tape import functions_of
+from retrograd.core.tape import functions_of, number_of_processes
 from retrograd.core.tensors import nbytes, shapes_of
 from retrograd.profile import OperationRecorder, Profile
 from retrograd.recent import Recent
@@ -39,6 +40,9 @@ class Profiling(Guard):
         self.cache = weakref.proxy(cache)
         self.measured = 0  # updates
         self.is_over = False
+        self.backward: BackwardWatch | None = None
+        if number_of_processes() == 1:  # every process must come to the same plan
+            self.backward = BackwardWatch(profile.add_backward)
 
     def _parameters(self, update: Application) -> list[Tensor]:
         assert self.cache.structure is not None
@@ -67,12 +71,27 @@ class Profiling(Guard):
             parameters=self._parameters(update),
             streams=update.inputs,
         )
+        if self.backward is not None:
+            if measured.target_bytes is not None:
+                self.backward.add(update.target)
+            outputs = [out for outs in update.output for out in outs]
+            given = [*update.inputs, *_tensors(flatten(update.arguments)[0])]
+            self.backward.follow(
+                update.index, [*update.result, *outputs], given, self._parameters(update)
+            )
 
     def after_forward(self, state: State) -> None:
         """The pass is over. One that left out updates shows nothing of them."""
         self.is_over = True
+        leaves = [leaf for leaves in state.values() for leaf in leaves]
         if self.measured == len(self.profile.updates):
-            self.profile.complete(sum(leaf.nbytes for leaves in state.values() for leaf in leaves))
+            self.profile.complete(sum(leaf.nbytes for leaf in leaves))
+        if self.backward is not None:
+            self.backward.add(leaves)
+
+
+def _tensors(leaves: list[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class RaiseNow(Guard):

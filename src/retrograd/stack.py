@@ -350,7 +350,30 @@ class Stack(nn.Module):
             return [*guards, Profiling(profile, cache), take_back]
 
         tape = Tape(program, streams, kwargs, self.precision, nothing, cache, choose)
-        self._output(tape, blocks)
+        total = Total.of(self._output(tape, blocks))
+        given = flatten([value, kwargs])[0]
+        leaves = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+        wanted = [leaf for leaf in (*leaves, *tape.structure.parameters) if leaf.requires_grad]
+        if total.requires_grad and wanted:
+            torch.autograd.grad(total, wanted, allow_unused=True)
+
+
+class Total(torch.autograd.Function):
+    """A number whose backward gives gradients of the outputs, and holds nothing of them."""
+
+    @classmethod
+    def of(cls, output: Any) -> torch.Tensor:
+        leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+        return cls.apply(*[leaf for leaf in leaves if leaf.requires_grad])
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.made = [functools.partial(torch.ones_like, leaf.new_empty((), device="meta").expand(leaf.shape), device=leaf.device) for leaf in leaves]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
+        return tuple([make() for make in ctx.made])
 
 
 def on_grid(blocks: Blocks, precision: Precision) -> Blocks:

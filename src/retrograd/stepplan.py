@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from retrograd.budget import MIB
 from retrograd.core.memory import Choice, Plan
-from retrograd.planner import choices_of, least_peak, level_in
+from retrograd.planner import Level, least_peak, levels_in
 from retrograd.profile import Profile, UpdateProfile
 
 
@@ -102,10 +102,8 @@ def forecast(
     kept_before = 0
     waiting = 0  # targets that were made once more, and wait for backward to get there
     rows = []
-    choices = [c for plan, length in zip(plans, profile.lengths) for c in choices_of(plan, length)]
-    each = zip(names, profile.updates, profile.places(), choices, needs)
-    for name, update, place, choice, need in each:
-        level = level_in(update, choice, place.streams)
+    each = zip(names, profile.updates, profile.places(), _levels(plans, profile), needs)
+    for name, update, place, level, need in each:
         is_rerun = level.choice is not None and level.choice.rerun
         waiting = waiting + (update.target_bytes or 0) if is_rerun else 0
         row = Row(
@@ -121,12 +119,23 @@ def forecast(
     return StepPlan(
         memory=memory,
         rows=tuple(rows),
-        peak=max((row.backward for row in rows), default=0) - gradients,
+        peak=max([needs[-1] + kept_before, *(row.backward - gradients for row in rows)]),
         plain=profile.plain(fresh),
         floor=least_peak(profile, needs),
         gradients=gradients,
         time=_time(rows, profile.updates),
     )
+
+
+def _levels(plans: Sequence[Plan], profile: Profile) -> list[Level]:
+    """The level of each update."""
+    places = profile.places()
+    found: list[Level] = []
+    for plan, length in zip(plans, profile.lengths):
+        start = len(found)
+        updates = profile.updates[start : start + length]
+        found += levels_in(plan, updates, places[start].streams if length else 0)
+    return found
 
 
 def _time(rows: Sequence[Row], updates: Sequence[UpdateProfile]) -> float:
@@ -142,6 +151,8 @@ def _describe(choice: Choice | None, update: UpdateProfile) -> str:
     if choice.rerun:
         return "nothing, and runs twice"
     count = len(choice.operations)
+    if choice.saved:
+        return "everything"
     parts = ["streams"] * choice.streams + ["output"] * choice.output
     if update.target_bytes is not None and not choice.streams:
         parts.append("its target")

@@ -268,8 +268,10 @@ class Tape(Pass):
         if not update.is_repeatable:
             record.output = output
             hooks.keep(update.saved)
-        elif choice.output and update.saved:
+        elif (choice.output or choice.saved) and update.saved:
             hooks.output = output
+            if choice.saved:
+                hooks.whole = [(tensor.detach(), tensor._version) for tensor in update.saved]
         elif choice.output:
             record.output = output  # the graph will not hold the hooks
 
@@ -399,6 +401,7 @@ class ForwardHooks:
         "recording",
         "saved",
         "walk",
+        "whole",
     )
 
     def __init__(
@@ -416,6 +419,7 @@ class ForwardHooks:
         # What the plan keeps. It is here and not in the walk, so that it goes as backward goes.
         self.output: SavedOutput | None = None
         self.operations: dict[Operation, KeptOperation] = {}
+        self.whole: list[SavedAgain] | None = None  # all that autograd saved; used once
 
     @never_compiled
     def pack(self, tensor: Tensor) -> int:

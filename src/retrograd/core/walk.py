@@ -584,6 +584,8 @@ class Recompute:
             undo = False
             if self.forward_hooks is None:  # nobody wants what autograd saves
                 return None
+        if self.forward_hooks is not None and self.forward_hooks.whole is not None:
+            return self._kept(undo)
         pack = self._pack_until() if self.stops_early else hooks.pack
         try:
             push_hooks(pack, hooks.unpack)  # no call may come before it: [Note: interrupts]
@@ -604,6 +606,21 @@ class Recompute:
             for after_recompute in self.walk.guards.after_recompute:
                 after_recompute(self.index, hooks, output, self.walk.state)
         return output
+
+    def _kept(self, undo: bool) -> Output | None:
+        """What the function returned, and what autograd saved of it: both were kept.
+
+        They serve one backward, and are freed on the way. A second one runs the function again.
+        """
+        forward_hooks = self.forward_hooks
+        assert forward_hooks is not None
+        assert forward_hooks.whole is not None
+        self.hooks.extend(forward_hooks.whole)
+        forward_hooks.whole = None
+        if not undo:
+            return None
+        assert forward_hooks.output is not None
+        return self.load(forward_hooks.output)
 
     def _pack_until(self) -> Callable[[Tensor], int]:
         """A hook that ends the recompute when autograd has saved all that it saved in forward."""
