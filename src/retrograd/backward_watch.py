@@ -40,7 +40,7 @@ class Own(NamedTuple):
 
 
 class BackwardWatch(LiveBytes):
-    """Counts the bytes of one backward. At its end it calls `found` with what each update needed."""
+    """Counts the bytes of one backward, and calls `found` with what each update needed."""
 
     def __init__(self, found: Callable[[dict[int, MeasuredBackward]], None]) -> None:
         super().__init__()
@@ -143,7 +143,9 @@ class BackwardWatch(LiveBytes):
         """Backward is done with an update. One that made not all gradients tells nothing."""
         parameters = self.own[index].parameters
         if self.own_storages.keys() >= parameters.keys():
-            stayed = sum(self.gradients.get(storage, 0) for storage in set(self.own_storages.values()))
+            stayed = sum(
+                self.gradients.get(storage, 0) for storage in set(self.own_storages.values())
+            )
             own = sum(nbytes(local(parameter)) for parameter in parameters.values())
             self.measured[index] = MeasuredBackward(
                 alive=self.alive,

@@ -165,9 +165,7 @@ def choices_of(plan: Plan, length: int) -> list[Choice | None]:
     ]
 
 
-def levels_in(
-    plan: Plan, updates: Sequence[UpdateProfile], state_bytes: int
-) -> list[Level]:
+def levels_in(plan: Plan, updates: Sequence[UpdateProfile], state_bytes: int) -> list[Level]:
     """The level of each update of a call in a plan."""
     choices = choices_of(plan, len(updates))
     found = [level_in(*pair, state_bytes) for pair in zip(updates, choices)]
@@ -187,6 +185,18 @@ def shared_at_cut(updates: Sequence[UpdateProfile], cut: int, state_bytes: int) 
     if cut == len(updates):
         return 0
     return updates[cut].saved_streams if cut else state_bytes
+
+
+def start_of_walk(cut: int, length: int, state_bytes: int) -> dict[int, int]:
+    """More bytes at the first updates that the walk undoes, if it does not begin at the end.
+
+    There the streams from which it began are still alive, beside those that it rebuilt. What a
+    profile measured of the last updates has that already.
+    """
+    if cut == length:
+        return {}
+    extra = {cut - 1: state_bytes, cut - 2: state_bytes // 2}
+    return {index: bytes_ for index, bytes_ in extra.items() if index >= 0}
 
 
 def kept_bytes(plan: Plan, profile: Profile) -> int:
@@ -390,7 +400,33 @@ class _Purchase:
             return False
         if offer.own_bytes > self.room[offer.position]:
             return False
+        if offer.after.choice is None and not self._may_begin_at(offer.position):
+            return False
         return offer.bytes <= min(self.room[offer.position + 1 :])
+
+    def _start_of_walk(self, call: int, cut: int) -> dict[int, int]:
+        start = self.starts[call]
+        length = self.starts[call + 1] - start
+        found = start_of_walk(cut - start, length, self.state_bytes[call])
+        return {start + index: bytes_ for index, bytes_ in found.items()}
+
+    def _may_begin_at(self, cut: int) -> bool:
+        """Whether there is room for a walk that begins there."""
+        call = self.call_of[cut]
+        before = self._start_of_walk(call, self.cuts[call])
+        after = self._start_of_walk(call, cut)
+        return all(
+            self.room[index] + before.get(index, 0) >= bytes_ for index, bytes_ in after.items()
+        )
+
+    def _begin_at(self, cut: int) -> None:
+        """Let the walk of a call begin there."""
+        call = self.call_of[cut]
+        for index, bytes_ in self._start_of_walk(call, self.cuts[call]).items():
+            self.room[index] += bytes_
+        for index, bytes_ in self._start_of_walk(call, cut).items():
+            self.room[index] -= bytes_
+        self.cuts[call] = cut
 
     def _accept(self, offer: _Offer) -> None:
         index = offer.position
@@ -404,7 +440,7 @@ class _Purchase:
             self._offer_next(index)
         if offer.after.choice is not None:
             return
-        self.cuts[self.call_of[index]] = index
+        self._begin_at(index)
         self._offer_everything(self.call_of[index])
 
     def _plan(self, call: int) -> Plan:

@@ -55,7 +55,7 @@ class Speed(NamedTuple):
 
 # Time is computed from FLOPs and bytes, not measured: every process of a group must make the same
 # plan. The speeds are rough, because only their ratio matters.
-SPEEDS = {"cpu": Speed(1e11, 1e10), "cuda": Speed(1e14, 1e12)}
+SPEEDS = {"cpu": Speed(1e11, 3e10), "cuda": Speed(1e14, 1e12)}
 
 
 # Operations without a formula for FLOPs that may be kept, too: they fill up what is left.
@@ -288,7 +288,9 @@ class Profile:
 
     def add_backward(self, found: Mapping[int, MeasuredBackward]) -> None:
         """Add what the backward of each update needed."""
-        kept = itertools.accumulate((update.target_bytes or 0 for update in self.updates), initial=0)
+        kept = itertools.accumulate(
+            (update.target_bytes or 0 for update in self.updates), initial=0
+        )
         for index, (update, waiting) in enumerate(zip(self.updates, kept)):
             if index in found:
                 # Targets that earlier updates keep: `planner.base_needs` adds them, where they are.
@@ -328,10 +330,11 @@ class Profile:
         places = self.places()
         for update, place, to_come in zip(self.updates, places, to_comes):
             need = place.others + update.need(place.streams, fresh, to_come.are_own_new)
-            if place.is_last and update.measured is None:
-                need += place.streams  # the output of the stack
+            if place.is_last and (update.measured is None or len(self.lengths) > 1):
+                need += place.streams  # the output of the stack, which later layers may save
             needs.append(need - to_come.bytes if fresh else need)
         end = places[-1].others + (1 + LOSS) * places[-1].streams if places else 0
+        end += 64  # numbers that a loss makes
         return [*needs, end - sum(self.gradients().values()) if fresh else end]
 
     def _gradients_to_come(self) -> list[GradientsToCome]:
@@ -353,7 +356,7 @@ class Profile:
         needs = self.needs(fresh)
         if self.updates:
             needs[-1] -= self.places()[-1].others + self.places()[-1].streams  # no walk begins
-        return max(itertools.starmap(operator.add, zip(needs, saved_before)))
+        return max(map(operator.add, needs, saved_before))
 
     # --- plans
 

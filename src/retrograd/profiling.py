@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retrograd.backward_watch import BackwardWatch
+from retrograd.core.errors import RetrogradError
 from retrograd.core.guard import Guard
 from retrograd.core.guards.autocast import autocast_state
 from retrograd.core.memory import Call, MemoryMode, Plan, plan_of
@@ -89,6 +90,11 @@ class Profiling(Guard):
         if self.backward is not None:
             self.backward.add(leaves)
 
+    def add_output(self, output: Any) -> None:
+        """What the call returns: callers may hold it while backward runs."""
+        if self.backward is not None:
+            self.backward.add(_tensors(flatten(output)[0]))
+
 
 def _tensors(leaves: list[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -102,8 +108,14 @@ class RaiseNow(Guard):
         self.planned = call
 
     def after_forward(self, state: State) -> None:
-        if self.planned.profile.is_complete:
+        profile = self.planned.profile
+        if not profile.is_complete:
+            return
+        try:
             plan_of(self.memory, self.planned)
+        except RetrogradError:
+            profile.is_outdated = True  # there will be no backward to measure
+            raise
 
 
 class StillFits(Guard):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from retrograd.budget import MIB
 from retrograd.core.memory import Choice, Plan
-from retrograd.planner import Level, least_peak, levels_in
+from retrograd.planner import Level, least_peak, levels_in, start_of_walk
 from retrograd.profile import Profile, UpdateProfile
 
 
@@ -102,8 +102,9 @@ def forecast(
     kept_before = 0
     waiting = 0  # targets that were made once more, and wait for backward to get there
     rows = []
-    each = zip(names, profile.updates, profile.places(), _levels(plans, profile), needs)
-    for name, update, place, level, need in each:
+    starting = _starts_of_walks(plans, profile)
+    each = zip(names, profile.updates, profile.places(), _levels(plans, profile), needs, starting)
+    for name, update, place, level, need, extra in each:
         is_rerun = level.choice is not None and level.choice.rerun
         waiting = waiting + (update.target_bytes or 0) if is_rerun else 0
         row = Row(
@@ -112,7 +113,7 @@ def forecast(
             bytes=level.bytes,
             again=level.seconds / update.seconds if update.seconds else 0.0,
             forward=place.others + 2 * place.streams + kept_before + update.forward_bytes,
-            backward=need + gradients + kept_before + level.own_bytes + waiting,
+            backward=need + gradients + kept_before + level.own_bytes + waiting + extra,
         )
         rows.append(row)
         kept_before += level.bytes
@@ -135,6 +136,17 @@ def _levels(plans: Sequence[Plan], profile: Profile) -> list[Level]:
         start = len(found)
         updates = profile.updates[start : start + length]
         found += levels_in(plan, updates, places[start].streams if length else 0)
+    return found
+
+
+def _starts_of_walks(plans: Sequence[Plan], profile: Profile) -> list[int]:
+    """The bytes at each update that are there because a walk has just begun."""
+    places = profile.places()
+    found: list[int] = []
+    for plan, length in zip(plans, profile.lengths):
+        streams = places[len(found)].streams if length else 0
+        extra = start_of_walk(plan.keep_from, length, streams)
+        found += [extra.get(index, 0) for index in range(length)]
     return found
 
 

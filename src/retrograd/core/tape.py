@@ -108,6 +108,7 @@ class Tape(Pass):
         self.sample = plan.sample
         self.sample_bytes: list[int] = []
         self.is_past_cut = False  # from here on updates are kept: plain autograd
+        self.told_output: list[Callable[[Any], None]] = []  # get what is handed out
         arguments = KeywordArguments(keywords)
         self.structure = cache.structure_of(functions_of(program, arguments.objects))
         self.context = context = ForwardContext(program, self.structure, arguments)
@@ -335,6 +336,8 @@ class Tape(Pass):
 
     def hand_out(self, values: Any) -> Any:
         """Let the graph of the outputs hold what backward needs: see `ForwardContext`."""
+        for tell in self.told_output:
+            tell(values)
         if not self.walk.records:
             return values
         leaves, spec = flatten(values)
