@@ -22,8 +22,7 @@ PUBLIC = [
     *("MemoryMode", "Call", "Plan", "Choice"),
     *("Budget", "BudgetError", "StepPlan"),
     "Grid",
-    "Chunked",
-    "is_recomputing",
+    *("Chunked", "pin", "is_recomputing"),
     *(
         "RetrogradError",
         "OutputError",

@@ -54,6 +54,7 @@ from retrograd.core.exact import Grid as Grid
 
 # inside a function
 from retrograd.chunked import Chunked as Chunked
+from retrograd.core.pin import pin as pin
 from retrograd.core.walk import is_recomputing as is_recomputing
 
 # what can go wrong

@@ -99,6 +99,7 @@ class UpdateProfile:
     whole_bytes: int = 0  # of the saved tensors and the output together
     saved_by_fn: int = 0  # how many tensors autograd saved for the function
     coupling_saves: bool = False  # autograd saved tensors for the coupling, too
+    pinned_bytes: int = 0  # of values that its function pins
     target_bytes: int | None = None  # of a target that has to be kept; None: it is rebuilt
     shapes: list[ShapeAndDtype] = field(default_factory=list)  # of all tensors that it saved
     gradients: dict[int, int] = field(default_factory=dict)  # bytes, by the parameter's id
@@ -326,14 +327,17 @@ class Profile:
         it is added to.
         """
         needs = []
+        pinned = 0
         to_comes = self._gradients_to_come()
         places = self.places()
         for update, place, to_come in zip(self.updates, places, to_comes):
             need = place.others + update.need(place.streams, fresh, to_come.are_own_new)
             if place.is_last and (update.measured is None or len(self.lengths) > 1):
                 need += place.streams  # the output of the stack, which later layers may save
-            needs.append(need - to_come.bytes if fresh else need)
-        end = places[-1].others + (1 + LOSS) * places[-1].streams if places else 0
+            pinned += update.pinned_bytes
+            needs.append(need + pinned - to_come.bytes if fresh else need + pinned)
+        end = pinned
+        end += places[-1].others + (1 + LOSS) * places[-1].streams if places else 0
         end += 64  # numbers that a loss makes
         return [*needs, end - sum(self.gradients().values()) if fresh else end]
 

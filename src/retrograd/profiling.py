@@ -25,7 +25,7 @@ from retrograd.core.program import Application, Program
 from retrograd.core.streams import State, flatten
 from retrograd.core.structure import StackCache, Structure
 from retrograd.core.tape import functions_of, number_of_processes
-from retrograd.core.tensors import nbytes, shapes_of
+from retrograd.core.tensors import distinct_bytes, nbytes, shapes_of
 from retrograd.profile import OperationRecorder, Profile
 from retrograd.recent import Recent
 
@@ -65,6 +65,7 @@ class Profiling(Guard):
         measured.shapes = shapes_of(update.saved)
         if update.step.target_from == "kept":
             measured.target_bytes = sum(map(nbytes, update.target))
+        measured.pinned_bytes = distinct_bytes(update.pinned)
         measured.add_saved(
             saved=update.saved,
             saved_by_fn=update.saved_by_function,
