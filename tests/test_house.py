@@ -24,8 +24,7 @@ PUBLIC = [
     *("MemoryMode", "Call", "Plan", "Choice"),
     *("Budget", "BudgetError", "StepPlan"),
     "Grid",
-    "Chunked",
-    "is_recomputing",
+    *("Chunked", "pin", "is_recomputing"),
     *(
         "RetrogradError",
         "OutputError",

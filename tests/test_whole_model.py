@@ -108,7 +108,7 @@ def test_the_peak_of_all_stacks_stays_below_it(make, share, accumulating):
     train_step(model)
     plan = rg.plan(model, X)
     limit = rg.Budget(share).bytes_of(plan.plain)
-    rg.set_memory(model, share)
+    rg.set_memory(model, rg.Budget(limit))
     try:
         peak = of_stacks(model, accumulating)
     except rg.BudgetError:

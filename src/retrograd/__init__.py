@@ -56,6 +56,7 @@ from retrograd.core.exact import Grid as Grid
 
 # inside a function
 from retrograd.chunked import Chunked as Chunked
+from retrograd.core.pin import pin as pin
 from retrograd.core.walk import is_recomputing as is_recomputing
 
 # what can go wrong
@@ -133,6 +134,7 @@ __all__ = [
     "convert",
     "is_recomputing",
     "measure",
+    "pin",
     "plan",
     "revert",
     "set_memory",

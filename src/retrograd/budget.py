@@ -83,6 +83,8 @@ class Budget:
         """
         plain = profile.plain(fresh)
         limit = self.bytes_of(plain)
+        if limit >= plain:
+            return [Plan(keep_from=0) for _ in profile.lengths]
         plans, floor = best_plans(profile, profile.needs(fresh), limit)
         if plans is None:
             raise BudgetError(_too_small(self, limit, floor, plain, fresh))

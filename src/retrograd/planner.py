@@ -1,6 +1,6 @@
 """The planner: what to keep of each update, so that a step is fastest within a limit of bytes.
 
-It works on the numbers of a `Profile`; no tensors here. The planner ranks three kinds of kept
+It works on the numbers of a `Profile`; no tensors here. The planner ranks four kinds of kept
 values by time saved per byte:
 
 - a function's *output*: undoing the update needs it, so without it recompute must run to the end.
@@ -8,6 +8,7 @@ values by time saved per byte:
   last matrix product;
 - outputs of *operations* inside the function: these operations do not run again. Watching the
   operations costs time, so this pays for large ones only;
+- what autograd *saved* of it, and its output: it does not run again;
 - *everything*, for the last updates of the program: they run as plain autograd.
 
 An update that reads its target keeps the target's earlier value in any case. Where there is no room
@@ -26,7 +27,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from retrograd.core.memory import NOTHING, Choice, Plan
@@ -76,11 +78,15 @@ def all_levels(update: UpdateProfile, may_rerun: bool = False) -> list[Level]:
     counts = range(len(names) + 1)
     needs_output = update.target_bytes is None
     choices = [Choice(needs_output, frozenset(names[:n])) for n in counts]
+    if update.saved_by_fn:
+        choices.append(Choice(needs_output, saved=True))
     return [nothing, *(level_of(update, choice) for choice in choices)]
 
 
 def level_of(update: UpdateProfile, choice: Choice, state_bytes: int = 0) -> Level:
     """The level that keeps `choice`. `state_bytes`: of all streams."""
+    if choice.saved and not update.coupling_saves:
+        return _whole(update, choice)
     operations = update.operations
     is_kept = update.target_bytes is not None
     if (choice.output or choice.streams or is_kept) and not update.coupling_saves:
@@ -103,6 +109,13 @@ def level_of(update: UpdateProfile, choice: Choice, state_bytes: int = 0) -> Lev
         own_bytes=kept_bytes + sum(o.bytes for o in chosen if not o.is_saved),
         seconds=seconds,
     )
+
+
+def _whole(update: UpdateProfile, choice: Choice) -> Level:
+    """The level that keeps what autograd saved."""
+    kept = update.whole_bytes if choice.output else update.saved_bytes
+    target_bytes = update.target_bytes or 0
+    return Level(choice, kept + target_bytes, kept - update.saved_bytes, 0.0)
 
 
 def rerun(update: UpdateProfile) -> list[Operation]:
@@ -134,6 +147,8 @@ def _is_above(level: Level, before: Level, after: Level) -> bool:
 
 def _saved_per_byte(before: Level, after: Level) -> float:
     """Seconds saved per byte by going from one level to another."""
+    if after.bytes <= before.bytes and after.seconds <= before.seconds:
+        return math.inf
     return (before.seconds - after.seconds) / max(after.bytes - before.bytes, 1)
 
 
@@ -150,10 +165,43 @@ def choices_of(plan: Plan, length: int) -> list[Choice | None]:
     ]
 
 
+def levels_in(plan: Plan, updates: Sequence[UpdateProfile], state_bytes: int) -> list[Level]:
+    """The level of each update of a call in a plan."""
+    choices = choices_of(plan, len(updates))
+    found = [level_in(*pair, state_bytes) for pair in zip(updates, choices)]
+    if plan.keep_from < len(updates):
+        level = found[plan.keep_from]
+        shared = shared_at_cut(updates, plan.keep_from, state_bytes)
+        found[plan.keep_from] = level._replace(bytes=level.bytes - shared)
+    return found
+
+
+def shared_at_cut(updates: Sequence[UpdateProfile], cut: int, state_bytes: int) -> int:
+    """Bytes of the streams at the cut of a call that need not be counted beside what is kept.
+
+    The walk holds these streams, and the first update after the cut saves some of them. If nothing
+    is rebuilt, there is no walk.
+    """
+    if cut == len(updates):
+        return 0
+    return updates[cut].saved_streams if cut else state_bytes
+
+
+def start_of_walk(cut: int, length: int, state_bytes: int) -> dict[int, int]:
+    """More bytes at the first updates that the walk undoes, if it does not begin at the end.
+
+    There the streams from which it began are still alive, beside those that it rebuilt. What a
+    profile measured of the last updates has that already.
+    """
+    if cut == length:
+        return {}
+    extra = {cut - 1: state_bytes, cut - 2: state_bytes // 2}
+    return {index: bytes_ for index, bytes_ in extra.items() if index >= 0}
+
+
 def kept_bytes(plan: Plan, profile: Profile) -> int:
     """The bytes that a plan keeps of a call, until backward gets to it."""
-    choices = choices_of(plan, len(profile.updates))
-    return sum(level_in(*pair).bytes for pair in zip(profile.updates, choices))
+    return sum(level.bytes for level in levels_in(plan, profile.updates, profile.state_bytes))
 
 
 # --- targets that are kept, and updates that run once more
@@ -177,9 +225,8 @@ def segments(updates: Sequence[UpdateProfile], targets: Sequence[str], every: in
 def base_needs(
     updates: Sequence[UpdateProfile], needs: Sequence[int], distances: Sequence[int]
 ) -> list[int]:
-    """The bytes at each update of the backward pass, if the targets of these segments are kept.
-
-    `needs` are the bytes without them.
+    """The bytes at each update of the backward pass, and before it begins, if the targets of these
+    segments are kept. `needs` are the bytes without them.
     """
     kept = 0
     found = []
@@ -189,7 +236,7 @@ def base_needs(
         found.append(need + kept + distance * target_bytes)
         if distance == 0:
             kept += target_bytes
-    return found
+    return [*found, needs[-1] + kept]
 
 
 # --- the plan of all updates
@@ -200,8 +247,8 @@ def best_plans(
 ) -> tuple[list[Plan] | None, int]:
     """The plan of each call within `limit`; None if none fits. And the least limit that would do.
 
-    `needs` are the bytes at each update of the backward pass if nothing is kept. The first calls
-    follow the `given` plans.
+    `needs` are the bytes at each update of the backward pass, and before it begins, if nothing is
+    kept. The first calls follow the `given` plans.
     """
     floor: int | None = None
     for distances in all_segments(profile.updates, profile.targets):
@@ -249,9 +296,10 @@ class _Offer(NamedTuple):
 
 
 class _Purchase:
-    """The greedy choice: take the best offer that fits, until no offer is left.
+    """The greedy choice: take the best offer that fits, until no offer is left. Then fill up.
 
-    `room` has the free bytes at each update of the backward pass if nothing more is kept.
+    `room` has the free bytes at each update of the backward pass, and before it begins, if nothing
+    more is kept.
     """
 
     def __init__(self, profile: Profile, room: Sequence[int], distances: Sequence[int]) -> None:
@@ -261,9 +309,12 @@ class _Purchase:
         self.options = [levels(update, may_rerun=distance > 0) for update, distance in pairs]
         self.chosen = [options[0] for options in self.options]
         self.starts = [0, *itertools.accumulate(profile.lengths)]  # of each call, and the end
+        places = profile.places()
+        self.state_bytes = [places[start].streams for start in self.starts[:-1]]
         self.cuts = self.starts[1:]  # from there on, everything of a call is kept
         self.call_of = [call for call, length in enumerate(profile.lengths) for _ in range(length)]
         self.offers: list[_Offer] = []  # a heap
+        self.is_filling = False
         self.serial = itertools.count()  # numbers the offers
 
     def run(self, given: Sequence[Plan] = ()) -> list[Plan]:
@@ -273,19 +324,44 @@ class _Purchase:
             self._offer_next(index)
         for call in range(len(given), len(self.cuts)):
             self._offer_everything(call)
+        self._take_offers()
+        self._fill(range(self.starts[len(given)], len(self.updates)))
+        return [*given, *map(self._plan, range(len(given), len(self.cuts)))]
+
+    def _take_offers(self) -> None:
         while self.offers:
             offer = heapq.heappop(self.offers)
             if offer.before is not self.chosen[offer.position]:
                 self._renew(offer)
             elif self._fits(offer):
                 self._accept(offer)
-        return [*given, *map(self._plan, range(len(given), len(self.cuts)))]
+
+    def _fill(self, positions: Iterable[int]) -> None:
+        """Use the room that is left: offer the levels that are not the best ones for their bytes,
+        too, as long as one fits.
+        """
+        self.is_filling = True
+        self.options = [
+            all_levels(update, may_rerun=levels[0].choice == RERUN)
+            for update, levels in zip(self.updates, self.options)
+        ]
+        for index in positions:
+            if index < self.cuts[self.call_of[index]]:
+                self._offer_better(index)
+        self._take_offers()
+
+    def _offer_better(self, index: int) -> None:
+        """Offer every level that takes less time than the chosen one."""
+        before = self.chosen[index]
+        for level in self.options[index]:
+            if level.seconds < before.seconds:
+                self._offer(index, level)
 
     def _follow(self, call: int, plan: Plan) -> None:
         """Take what a plan keeps, whether there is room or not."""
         start = self.starts[call]
-        for index, choice in enumerate(choices_of(plan, self.cuts[call] - start), start):
-            level = level_in(self.updates[index], choice)
+        updates = self.updates[start : self.cuts[call]]
+        for index, level in enumerate(levels_in(plan, updates, self.state_bytes[call]), start):
             bytes_ = level.bytes - self.chosen[index].bytes
             self.room[index + 1 :] = [free - bytes_ for free in self.room[index + 1 :]]
 
@@ -303,9 +379,16 @@ class _Purchase:
 
     def _offer_everything(self, call: int) -> None:
         """Offer plain autograd for the last update before the cut of a call, if there is one."""
-        index = self.cuts[call] - 1
-        if index >= self.starts[call]:
-            self._offer(index, everything(self.updates[index]))
+        start = self.starts[call]
+        cut = self.cuts[call] - start
+        if cut == 0:
+            return
+        updates = self.updates[start : self.starts[call + 1]]
+        before, after = (
+            shared_at_cut(updates, position, self.state_bytes[call]) for position in (cut, cut - 1)
+        )
+        level = everything(updates[cut - 1])
+        self._offer(start + cut - 1, level._replace(bytes=level.bytes + before - after))
 
     def _renew(self, offer: _Offer) -> None:
         """The update has changed its level since this offer. Everything is still to be had."""
@@ -317,8 +400,33 @@ class _Purchase:
             return False
         if offer.own_bytes > self.room[offer.position]:
             return False
-        later = self.room[offer.position + 1 :]
-        return not later or offer.bytes <= min(later)
+        if offer.after.choice is None and not self._may_begin_at(offer.position):
+            return False
+        return offer.bytes <= min(self.room[offer.position + 1 :])
+
+    def _start_of_walk(self, call: int, cut: int) -> dict[int, int]:
+        start = self.starts[call]
+        length = self.starts[call + 1] - start
+        found = start_of_walk(cut - start, length, self.state_bytes[call])
+        return {start + index: bytes_ for index, bytes_ in found.items()}
+
+    def _may_begin_at(self, cut: int) -> bool:
+        """Whether there is room for a walk that begins there."""
+        call = self.call_of[cut]
+        before = self._start_of_walk(call, self.cuts[call])
+        after = self._start_of_walk(call, cut)
+        return all(
+            self.room[index] + before.get(index, 0) >= bytes_ for index, bytes_ in after.items()
+        )
+
+    def _begin_at(self, cut: int) -> None:
+        """Let the walk of a call begin there."""
+        call = self.call_of[cut]
+        for index, bytes_ in self._start_of_walk(call, self.cuts[call]).items():
+            self.room[index] += bytes_
+        for index, bytes_ in self._start_of_walk(call, cut).items():
+            self.room[index] -= bytes_
+        self.cuts[call] = cut
 
     def _accept(self, offer: _Offer) -> None:
         index = offer.position
@@ -326,10 +434,13 @@ class _Purchase:
         self.room[index] -= offer.own_bytes
         self.room[index + 1 :] = [free - bytes_ for free in self.room[index + 1 :]]
         self.chosen[index] = offer.after
-        if offer.after.choice is not None:
+        if offer.after.choice is not None and self.is_filling:
+            self._offer_better(index)
+        elif offer.after.choice is not None:
             self._offer_next(index)
+        if offer.after.choice is not None:
             return
-        self.cuts[self.call_of[index]] = index
+        self._begin_at(index)
         self._offer_everything(self.call_of[index])
 
     def _plan(self, call: int) -> Plan:

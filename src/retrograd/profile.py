@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence, Sized
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from retrograd.backward_bytes import Arguments, peak_of_backward
+from retrograd.backward_watch import MeasuredBackward
 from retrograd.core.guards.random_state import as_bytes
 from retrograd.core.memory import Plan
 from retrograd.core.private import CPU_ATTENTION
@@ -39,6 +41,10 @@ from retrograd.recent import Recent
 
 PLANS = 8  # how many a profile remembers
 
+# Before backward begins, there are the output of the stack and what a loss makes of it: in streams.
+# A mean of squares has four tensors more.
+LOSS = 5
+
 
 class Speed(NamedTuple):
     """What a device does in a second."""
@@ -49,7 +55,16 @@ class Speed(NamedTuple):
 
 # Time is computed from FLOPs and bytes, not measured: every process of a group must make the same
 # plan. The speeds are rough, because only their ratio matters.
-SPEEDS = {"cpu": Speed(1e11, 1e10), "cuda": Speed(1e14, 1e12)}
+SPEEDS = {"cpu": Speed(1e11, 3e10), "cuda": Speed(1e14, 1e12)}
+
+
+# Operations without a formula for FLOPs that may be kept, too: they fill up what is left.
+aten = torch.ops.aten
+POINTWISE = {
+    *(aten.gelu.default, aten.relu.default, aten.silu.default, aten.tanh.default),
+    *(aten.sigmoid.default, aten.native_layer_norm.default, aten._softmax.default),
+    *(aten.sin.default, aten.cos.default, aten.exp.default),
+}
 
 
 class Operation(NamedTuple):
@@ -79,17 +94,40 @@ class UpdateProfile:
     # It is negative if these are larger than what the update needs.
     fresh_bytes: int = 0
     saved_bytes: int = 0  # saved by autograd; parameters excluded
+    saved_streams: int = 0  # the part of that which is streams as the update reads them
     output_bytes: int = 0
+    whole_bytes: int = 0  # of the saved tensors and the output together
     saved_by_fn: int = 0  # how many tensors autograd saved for the function
     coupling_saves: bool = False  # autograd saved tensors for the coupling, too
+    pinned_bytes: int = 0  # of values that its function pins
     target_bytes: int | None = None  # of a target that has to be kept; None: it is rebuilt
     shapes: list[ShapeAndDtype] = field(default_factory=list)  # of all tensors that it saved
     gradients: dict[int, int] = field(default_factory=dict)  # bytes, by the parameter's id
     arguments: set[Any] = field(default_factory=set)  # signatures: see `profiling.LaterArguments`
+    measured: MeasuredBackward | None = None  # None: backward was not measured, so far
 
     @property
     def seconds(self) -> float:
         return sum(operation.seconds for operation in self.operations)
+
+    def need(self, streams: int, fresh: bool, are_own_new: bool) -> int:
+        """Bytes while backward is at the update if nothing is kept, less the gradients of its own
+        parameters if these are `fresh`.
+        """
+        measured = self.measured
+        if measured is None:
+            return self._estimated_need(streams, fresh and are_own_new) + (
+                0 if fresh else max(self.gradients.values(), default=0)
+            )
+        if fresh and are_own_new and measured.are_gradients_new:
+            own = sum(self.gradients.values())
+            return measured.alive + measured.peak_with_gradients - own
+        return measured.alive + measured.peak
+
+    def _estimated_need(self, streams: int, fresh: bool) -> int:
+        most = self.fresh_bytes if fresh else max(self.forward_bytes, self.backward_bytes)
+        # The streams and their gradients; and again, when new ones replace them.
+        return 2 * streams + max(most, 2 * streams)
 
     def add_saved(
         self,
@@ -107,7 +145,9 @@ class UpdateProfile:
         self.saved_by_fn = saved_by_fn
         self.coupling_saves = saved_by_fn < len(saved)
         self.saved_bytes = distinct_bytes(activations)
+        self.saved_streams = self.saved_bytes - distinct_bytes(own)
         self.output_bytes = distinct_bytes(outputs)
+        self.whole_bytes = distinct_bytes([*activations, *outputs])
         self.operations = list(map(_with_gradient_bytes, self.operations))
         self.gradients = {
             id(parameter): largest_shard(parameter)
@@ -229,7 +269,8 @@ class Profile:
         self.is_complete = False
         self.is_outdated = False  # a later call had other arguments
         self.least: Profile | None = None
-        self._plans: Recent[tuple[PlanMaker, bool], list[Plan]] = Recent(PLANS)
+        self.is_measured = False  # the backward, too
+        self._plans: Recent[tuple[PlanMaker, bool, int], list[Plan]] = Recent(PLANS)
 
     def complete(self, state_bytes: int) -> None:
         """The pass is over. Layers that do the same share one list of operations."""
@@ -245,6 +286,18 @@ class Profile:
             else:
                 update.operations = same
         self.is_complete = True
+
+    def add_backward(self, found: Mapping[int, MeasuredBackward]) -> None:
+        """Add what the backward of each update needed."""
+        kept = itertools.accumulate(
+            (update.target_bytes or 0 for update in self.updates), initial=0
+        )
+        for index, (update, waiting) in enumerate(zip(self.updates, kept)):
+            if index in found:
+                # Targets that earlier updates keep: `planner.base_needs` adds them, where they are.
+                alive = max(found[index].alive - waiting, self.state_bytes)
+                update.measured = found[index]._replace(alive=alive)
+        self.is_measured = True
 
     @property
     def lengths(self) -> list[int]:
@@ -266,30 +319,27 @@ class Profile:
         return merged
 
     def needs(self, fresh: bool) -> list[int]:
-        """Bytes at each update of the backward pass if nothing is kept, less all parameter
-        gradients.
+        """Bytes at each update of the backward pass, and then before it begins, if nothing is kept;
+        less all parameter gradients.
 
         If `fresh`, the gradients that later updates of the walk create do not exist yet. If not,
         gradients are accumulated: all exist already, and a new one is alive beside the old one that
         it is added to.
         """
         needs = []
+        pinned = 0
         to_comes = self._gradients_to_come()
-        for update, place, to_come in zip(self.updates, self.places(), to_comes):
-            most = max(update.forward_bytes, update.backward_bytes)
-            if fresh and to_come.are_own_new:
-                most = update.fresh_bytes
-            # The streams and their gradients; and again, when new ones replace them.
-            streams = 2 * place.streams
-            need = place.others + streams + max(most, streams)
-            if place.is_last:
-                need += place.streams  # the output of the stack
-            if fresh:
-                need -= to_come.bytes
-            else:
-                need += max(update.gradients.values(), default=0)
-            needs.append(need)
-        return needs
+        places = self.places()
+        for update, place, to_come in zip(self.updates, places, to_comes):
+            need = place.others + update.need(place.streams, fresh, to_come.are_own_new)
+            if place.is_last and (update.measured is None or len(self.lengths) > 1):
+                need += place.streams  # the output of the stack, which later layers may save
+            pinned += update.pinned_bytes
+            needs.append(need + pinned - to_come.bytes if fresh else need + pinned)
+        end = pinned
+        end += places[-1].others + (1 + LOSS) * places[-1].streams if places else 0
+        end += 64  # numbers that a loss makes
+        return [*needs, end - sum(self.gradients().values()) if fresh else end]
 
     def _gradients_to_come(self) -> list[GradientsToCome]:
         """What backward has yet to create when it has passed each update."""
@@ -307,15 +357,22 @@ class Profile:
         saved_before = itertools.accumulate(
             (update.saved_bytes for update in self.updates), initial=0
         )
-        peaks = (need + saved for need, saved in zip(self.needs(fresh), saved_before))
-        return max(peaks, default=0)
+        needs = self.needs(fresh)
+        if self.updates:
+            needs[-1] -= self.places()[-1].others + self.places()[-1].streams  # no walk begins
+        return max(map(operator.add, needs, saved_before))
 
     # --- plans
 
     def plans(self, budget: PlanMaker, fresh: bool) -> list[Plan]:
         """The plan of each call under a budget: made once, then remembered."""
-        key = (budget, fresh)
+        key = (budget, fresh, self.measurements)
         return self._plans.find(key) or self._plans.add(key, self._made(budget, fresh))
+
+    @property
+    def measurements(self) -> int:
+        """How many calls have their backward measured. Then plans are made anew."""
+        return int(self.is_measured)
 
     def _made(self, budget: PlanMaker, fresh: bool) -> list[Plan]:
         if not any(update.saved_by_fn for update in self.updates):  # nothing is ever rebuilt
@@ -366,7 +423,9 @@ class OperationRecorder(LiveBytes):
                 gradient_bytes=self._gradient_bytes(inputs, outputs),
                 saves_before=saves_before,
                 # A random operation must run again, or all later ones would draw other numbers.
-                counted=flops is not None and not drew and not _is_random(func, args, kwargs),
+                counted=(flops is not None or func in POINTWISE)
+                and not drew
+                and not _is_random(func, args, kwargs),
                 storages=frozenset(map(self._identity, outputs)),
                 parameters=self.parameter_storages.intersection(map(storage_of, inputs)),
                 arguments=self._arguments(func, args, kwargs) if allocated else None,

@@ -16,6 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from retrograd.backward_watch import BackwardWatch
+from retrograd.core.errors import RetrogradError
 from retrograd.core.guard import Guard
 from retrograd.core.guards.autocast import autocast_state
 from retrograd.core.memory import Call, MemoryMode, Plan, plan_of
@@ -23,8 +25,8 @@ from retrograd.core.private import PassiveMode, run_in_mode, surrounding_hooks
 from retrograd.core.program import Application, Program
 from retrograd.core.streams import State, flatten
 from retrograd.core.structure import StackCache, Structure
-from retrograd.core.tape import functions_of
-from retrograd.core.tensors import nbytes, shapes_of
+from retrograd.core.tape import functions_of, number_of_processes
+from retrograd.core.tensors import distinct_bytes, nbytes, shapes_of
 from retrograd.profile import OperationRecorder, Profile
 from retrograd.recent import Recent
 
@@ -41,6 +43,9 @@ class Profiling(Guard):
         self.cache = weakref.proxy(cache)
         self.measured = 0  # updates
         self.is_over = False
+        self.backward: BackwardWatch | None = None
+        if number_of_processes() == 1:  # every process must come to the same plan
+            self.backward = BackwardWatch(profile.add_backward)
 
     def _parameters(self, update: Application) -> list[Tensor]:
         assert self.cache.structure is not None
@@ -62,6 +67,7 @@ class Profiling(Guard):
         measured.shapes = shapes_of(update.saved)
         if update.step.target_from == "kept":
             measured.target_bytes = sum(map(nbytes, update.target))
+        measured.pinned_bytes = distinct_bytes(update.pinned)
         measured.add_saved(
             saved=update.saved,
             saved_by_fn=update.saved_by_function,
@@ -69,13 +75,33 @@ class Profiling(Guard):
             parameters=self._parameters(update),
             streams=update.inputs,
         )
+        if self.backward is not None:
+            if measured.target_bytes is not None:
+                self.backward.add(update.target)
+            outputs = [out for outs in update.output for out in outs]
+            given = [*update.inputs, *_tensors(flatten(update.arguments)[0])]
+            self.backward.follow(
+                update.index, [*update.result, *outputs], given, self._parameters(update)
+            )
 
     def after_forward(self, state: State) -> None:
         """The pass is over. One that left out updates shows nothing of them."""
         self.is_over = True
+        leaves = [leaf for leaves in state.values() for leaf in leaves]
         if self.measured == len(self.profile.updates):
-            self.profile.complete(sum(leaf.nbytes for leaves in state.values() for leaf in leaves))
+            self.profile.complete(sum(leaf.nbytes for leaf in leaves))
             log.info("measured a call of %d updates, to plan calls of its shapes", self.measured)
+        if self.backward is not None:
+            self.backward.add(leaves)
+
+    def add_output(self, output: Any) -> None:
+        """What the call returns: callers may hold it while backward runs."""
+        if self.backward is not None:
+            self.backward.add(_tensors(flatten(output)[0]))
+
+
+def _tensors(leaves: list[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class RaiseNow(Guard):
@@ -86,8 +112,14 @@ class RaiseNow(Guard):
         self.planned = call
 
     def after_forward(self, state: State) -> None:
-        if self.planned.profile.is_complete:
+        profile = self.planned.profile
+        if not profile.is_complete:
+            return
+        try:
             plan_of(self.memory, self.planned)
+        except RetrogradError:
+            profile.is_outdated = True  # there will be no backward to measure
+            raise
 
 
 class StillFits(Guard):

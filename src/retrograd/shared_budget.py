@@ -109,6 +109,10 @@ class JointProfile(Profile):
     def lengths(self) -> list[int]:
         return [len(call.updates) for call in self.calls]
 
+    @property
+    def measurements(self) -> int:
+        return sum(call.is_measured for call in self.calls)
+
     def places(self) -> list[Place]:
         held = [0, *itertools.accumulate(call.state_bytes for call in self.calls)]
         return [
@@ -122,7 +126,7 @@ class JointProfile(Profile):
         plans = self.plans(budget, fresh)
         if all(map(operator.is_, given, plans)):
             return plans
-        key = (*map(id, given), fresh)
+        key = (*map(id, given), fresh, self.measurements)
         found = self.after.find(key) or self.after.add(key, self._made_after(given, budget, fresh))
         return found.plans
 

@@ -218,7 +218,9 @@ class Stack(nn.Module):
         plan, measuring = plan_call(self, self._cache, memory, program, streams, kwargs)
         choose = functools.partial(self._guards, program, measuring)
         verify = observed_verify(self, self.verify)
-        return Tape(program, streams, kwargs, self.precision, plan, self._cache, choose, verify)
+        tape = Tape(program, streams, kwargs, self.precision, plan, self._cache, choose, verify)
+        tape.told_output = [g.add_output for g in measuring if isinstance(g, Profiling)]
+        return tape
 
     def _guards(self, program: Program, own: list[Guard], guards: list[Guard]) -> list[Guard]:
         """The guards of a recorded call: those of the engine, of the stack and of observers."""
@@ -350,7 +352,32 @@ class Stack(nn.Module):
             return [*guards, Profiling(profile, cache), take_back]
 
         tape = Tape(program, streams, kwargs, self.precision, nothing, cache, choose)
-        self._output(tape, blocks)
+        total = Total.of(self._output(tape, blocks))
+        given = flatten([value, kwargs])[0]
+        leaves = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+        wanted = [leaf for leaf in (*leaves, *tape.structure.parameters) if leaf.requires_grad]
+        if total.requires_grad and wanted:
+            torch.autograd.grad(total, wanted, allow_unused=True)
+
+
+class Total(torch.autograd.Function):
+    """A number whose backward gives gradients of the outputs, and holds nothing of them."""
+
+    @classmethod
+    def of(cls, output: Any) -> Any:
+        leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+        return cls.apply(*[leaf for leaf in leaves if leaf.requires_grad])
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.kinds = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
+        return tuple(
+            [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds]
+        )
 
 
 def on_grid(blocks: Blocks, precision: Precision) -> Blocks:

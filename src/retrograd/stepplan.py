@@ -12,7 +12,7 @@ from retrograd.core.memory import Choice, Plan
 from retrograd.files import save_figure
 from retrograd.html_tables import escape, html_table
 from retrograd.line_labels import LineLabel, label_lines
-from retrograd.planner import choices_of, least_peak, level_in
+from retrograd.planner import Level, least_peak, levels_in, start_of_walk
 from retrograd.profile import Profile, UpdateProfile
 from retrograd.sizes import MIB
 
@@ -129,10 +129,9 @@ def forecast(
     kept_before = 0
     waiting = 0  # targets that were made once more, and wait for backward to get there
     rows = []
-    choices = [c for plan, length in zip(plans, profile.lengths) for c in choices_of(plan, length)]
-    each = zip(names, profile.updates, profile.places(), choices, needs)
-    for name, update, place, choice, need in each:
-        level = level_in(update, choice, place.streams)
+    starting = _starts_of_walks(plans, profile)
+    each = zip(names, profile.updates, profile.places(), _levels(plans, profile), needs, starting)
+    for name, update, place, level, need, extra in each:
         is_rerun = level.choice is not None and level.choice.rerun
         waiting = waiting + (update.target_bytes or 0) if is_rerun else 0
         row = Row(
@@ -141,19 +140,41 @@ def forecast(
             bytes=level.bytes,
             again=level.seconds / update.seconds if update.seconds else 0.0,
             forward=place.others + 2 * place.streams + kept_before + update.forward_bytes,
-            backward=need + gradients + kept_before + level.own_bytes + waiting,
+            backward=need + gradients + kept_before + level.own_bytes + waiting + extra,
         )
         rows.append(row)
         kept_before += level.bytes
     return StepPlan(
         memory=memory,
         rows=tuple(rows),
-        peak=max((row.backward for row in rows), default=0) - gradients,
+        peak=max([needs[-1] + kept_before, *(row.backward - gradients for row in rows)]),
         plain=profile.plain(fresh),
         floor=least_peak(profile, needs),
         gradients=gradients,
         time=_time(rows, profile.updates),
     )
+
+
+def _levels(plans: Sequence[Plan], profile: Profile) -> list[Level]:
+    """The level of each update."""
+    places = profile.places()
+    found: list[Level] = []
+    for plan, length in zip(plans, profile.lengths):
+        start = len(found)
+        updates = profile.updates[start : start + length]
+        found += levels_in(plan, updates, places[start].streams if length else 0)
+    return found
+
+
+def _starts_of_walks(plans: Sequence[Plan], profile: Profile) -> list[int]:
+    """The bytes at each update that are there because a walk has just begun."""
+    places = profile.places()
+    found: list[int] = []
+    for plan, length in zip(plans, profile.lengths):
+        streams = places[len(found)].streams if length else 0
+        extra = start_of_walk(plan.keep_from, length, streams)
+        found += [extra.get(index, 0) for index in range(length)]
+    return found
 
 
 def _time(rows: Sequence[Row], updates: Sequence[UpdateProfile]) -> float:
@@ -169,6 +190,8 @@ def _describe(choice: Choice | None, update: UpdateProfile) -> str:
     if choice.rerun:
         return "nothing, and runs twice"
     count = len(choice.operations)
+    if choice.saved:
+        return "everything"
     parts = ["streams"] * choice.streams + ["output"] * choice.output
     if update.target_bytes is not None and not choice.streams:
         parts.append("its target")

@@ -518,3 +518,18 @@ def other_recompute(
         "  Fix: rg.check(model, x) names it; rg.is_recomputing() lets the function leave such "
         "state alone."
     )
+
+
+def other_pins(
+    where: str,
+    then: int,
+    now: int,
+) -> RetrogradError:
+    """A function pinned another number of values in recompute."""
+    more = "at least " if now > then else ""
+    return RecomputeError(
+        f"{where} called rg.pin {then} times in forward and {more}{now} times in recompute.\n"
+        "  Pinned values are told apart by their order, so these cannot be told apart.\n"
+        "  Fix: call rg.pin outside of branches that depend on tensors, or pin what the branch "
+        "depends on first."
+    )

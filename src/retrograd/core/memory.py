@@ -26,6 +26,7 @@ class Choice(NamedTuple):
     - `output`: what its function returned. Recompute may stop as soon as autograd has its tensors.
     - `operations`: what these operations inside the function returned. They do not run again.
     - `streams`: all streams before it. Backward continues with them, so drift starts from zero.
+    - `saved`: what autograd saved of its function, and what undoing needs. It does not run again.
     - `rerun`: less than usual. The update reads its target (or overwrites it), and the target's
       earlier value is not kept. Backward runs the updates before it once more, from the nearest one
       that keeps its target. All of these must have the same target.
@@ -35,6 +36,7 @@ class Choice(NamedTuple):
     operations: frozenset[Operation] = frozenset()
     streams: bool = False
     rerun: bool = False
+    saved: bool = False
 
 
 NOTHING = Choice()

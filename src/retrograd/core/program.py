@@ -136,6 +136,7 @@ class Application:
         "inputs",
         "is_repeatable",
         "output",
+        "pinned",
         "program",
         "reads",
         "result",
@@ -167,6 +168,7 @@ class Application:
         self.reads = reads  # what the function gets
         self.is_repeatable = True  # a guard says False if the function cannot run again
         self.digits: tuple[Tensor, ...] | None = None  # the new store of the target, if it has one
+        self.pinned: Sequence[Tensor] = ()  # what the function pinned, in forward
         self.fits = False  # the result surely has the shape and dtype of the target
 
     @property

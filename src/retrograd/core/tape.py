@@ -37,6 +37,7 @@ from retrograd.core.memory import (
     is_free,
 )
 from retrograd.core.operations import KeepOperations, KeptOperation
+from retrograd.core.pin import Box, Pinned, boxes
 from retrograd.core.private import (
     check_hooks_are_enabled,
     has_step_hooks,
@@ -108,6 +109,7 @@ class Tape(Pass):
         self.sample = plan.sample
         self.sample_bytes: list[int] = []
         self.is_past_cut = False  # from here on updates are kept: plain autograd
+        self.told_output: list[Callable[[Any], None]] = []  # get what is handed out
         arguments = KeywordArguments(keywords)
         self.structure = cache.structure_of(functions_of(program, arguments.objects))
         self.context = context = ForwardContext(program, self.structure, arguments)
@@ -174,9 +176,13 @@ class Tape(Pass):
         before = None if is_usual else self._save_before(update, choice)
         needs_grad = list(map(requires_grad_of, update.inputs))
         self._run(update, hooks, choice)
+        if hooks.pinned:
+            update.pinned = [tensor for value in hooks.pinned for tensor in value.tensors()]
         for after_update in self.guards.after_update:
             after_update(update)
         record = self._record(update, needs_grad)
+        record.pinned = hooks.pinned
+        hooks.pinned = ()
         if not is_usual or not update.is_repeatable:
             self._keep(update, choice, hooks, record, before)
         self.walk.remember(record, hooks)
@@ -201,7 +207,9 @@ class Tape(Pass):
     ) -> None:
         """Run the function and the coupling, while the hooks receive what autograd saves."""
         update.saved = hooks.recording
+        hooks.outer = boxes.current
         try:
+            boxes.current = hooks
             push_hooks(hooks.pack, hooks.unpack)
             if choice.operations:
                 keep = KeepOperations(choice.operations, update.saved)
@@ -217,6 +225,8 @@ class Tape(Pass):
         finally:
             # Let go of the tensors: they refer to the graph, and the graph refers to these hooks.
             # No call may come before the last line. [Note: interrupts]
+            boxes.current = hooks.outer
+            hooks.outer = None
             hooks.is_recording = False
             hooks.recording = []
             pop_hooks()
@@ -268,8 +278,10 @@ class Tape(Pass):
         if not update.is_repeatable:
             record.output = output
             hooks.keep(update.saved)
-        elif choice.output and update.saved:
+        elif (choice.output or choice.saved) and update.saved:
             hooks.output = output
+            if choice.saved:
+                hooks.whole = [(tensor.detach(), tensor._version) for tensor in update.saved]
         elif choice.output:
             record.output = output  # the graph will not hold the hooks
 
@@ -333,6 +345,8 @@ class Tape(Pass):
 
     def hand_out(self, values: Any) -> Any:
         """Let the graph of the outputs hold what backward needs: see `ForwardContext`."""
+        for tell in self.told_output:
+            tell(values)
         if not self.walk.records:
             return values
         leaves, spec = flatten(values)
@@ -394,11 +408,14 @@ class ForwardHooks:
         "is_kept",
         "is_recording",
         "operations",
+        "outer",
         "output",
+        "pinned",
         "ran_backward",
         "recording",
         "saved",
         "walk",
+        "whole",
     )
 
     def __init__(
@@ -416,6 +433,10 @@ class ForwardHooks:
         # What the plan keeps. It is here and not in the walk, so that it goes as backward goes.
         self.output: SavedOutput | None = None
         self.operations: dict[Operation, KeptOperation] = {}
+        # What the function pins, while it runs. A tuple as long as it is nothing.
+        self.pinned: list[Pinned] | tuple[()] = ()
+        self.outer: Box | None = None
+        self.whole: list[SavedAgain] | None = None  # all that autograd saved; used once
 
     @never_compiled
     def pack(self, tensor: Tensor) -> int:
@@ -441,6 +462,13 @@ class ForwardHooks:
             # Autograd asks once. So the tensor is freed now, not when the update is over.
             self.saved[slot] = None  # type: ignore[index]
         return tensor
+
+    def pin(self, value: Any) -> Any:
+        """Keep a value for the recompute: see `pin`."""
+        if not self.pinned:
+            self.pinned = []
+        self.pinned.append(Pinned(value))  # type: ignore[union-attr]
+        return value
 
     def keep(self, tensors: list[Tensor]) -> None:
         """Keep what autograd saved until the graph is freed."""

@@ -46,7 +46,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -56,6 +56,7 @@ from retrograd.core import errors
 from retrograd.core.guard import Guards, Undo
 from retrograd.core.home_streams import HomeStreams, used_elsewhere
 from retrograd.core.operations import ReuseOperations
+from retrograd.core.pin import Pinned, boxes
 from retrograd.core.private import (
     check_hooks_are_enabled,
     current_backward,
@@ -143,6 +144,7 @@ class Record:
         "may_stop_early",
         "needs_grad",
         "output",
+        "pinned",
         "saved_by_function",
         "shapes",
         "strides",
@@ -154,6 +156,7 @@ class Record:
     saved_by_function: int  # how many of them the function saved; the coupling saved the rest
     strides: list[tuple[int, ...]] | None  # of the target before it, if the update changed them
     output: SavedOutput | None  # kept where the function does not run again
+    pinned: Sequence[Pinned]  # what its function pinned
     # What is kept of the streams before it: its target if that cannot be rebuilt, or all of them.
     before: SavedState | None
     may_stop_early: bool  # see `watch.Usage`
@@ -416,6 +419,7 @@ class Walk:
             while self.kept_until > position:
                 self.kept_until -= 1
                 self.records[self.kept_until].before = None
+                self.records[self.kept_until].pinned = ()
         elif self.anchor is None:
             self.anchor = StartingPoint(position, save_state(self.state))
 
@@ -542,7 +546,11 @@ class Walk:
 class Recompute:
     """One update, run again."""
 
-    __slots__ = ("forward_hooks", "hooks", "index", "record", "step", "stops_early", "walk")
+    __slots__ = (
+        *("forward_hooks", "hooks", "index", "pins", "record", "step", "stops_early", "walk"),
+    )
+
+    outer = None  # what the function pins is its own: see `pin.Box`
 
     def __init__(
         self,
@@ -569,6 +577,7 @@ class Recompute:
             and len(record.shapes) == record.saved_by_function
         )
         self.hooks = RecomputeHooks()
+        self.pins = 0  # how many values the function has pinned, so far
 
     def run(self, undo: bool) -> Output | None:
         """Run the function, and the coupling if autograd saves tensors of it.
@@ -584,6 +593,8 @@ class Recompute:
             undo = False
             if self.forward_hooks is None:  # nobody wants what autograd saves
                 return None
+        if self.forward_hooks is not None and self.forward_hooks.whole is not None:
+            return self._kept(undo)
         pack = self._pack_until() if self.stops_early else hooks.pack
         try:
             push_hooks(pack, hooks.unpack)  # no call may come before it: [Note: interrupts]
@@ -604,6 +615,21 @@ class Recompute:
             for after_recompute in self.walk.guards.after_recompute:
                 after_recompute(self.index, hooks, output, self.walk.state)
         return output
+
+    def _kept(self, undo: bool) -> Output | None:
+        """What the function returned, and what autograd saved of it: both were kept.
+
+        They serve one backward, and are freed on the way. A second one runs the function again.
+        """
+        forward_hooks = self.forward_hooks
+        assert forward_hooks is not None
+        assert forward_hooks.whole is not None
+        self.hooks.extend(forward_hooks.whole)
+        forward_hooks.whole = None
+        if not undo:
+            return None
+        assert forward_hooks.output is not None
+        return self.load(forward_hooks.output)
 
     def _pack_until(self) -> Callable[[Tensor], int]:
         """A hook that ends the recompute when autograd has saved all that it saved in forward."""
@@ -639,23 +665,41 @@ class Recompute:
         hooks = self.forward_hooks
         update = self.application()
         keywords = walk.keywords_of(self.index)
+        before = boxes.current
         try:
+            boxes.current = self
             if hooks is None or not hooks.operations:
                 if not self.stops_early or self.record.saved_by_function:
-                    evaluate(update, keywords, walk.guards)
+                    self.evaluate(update, keywords)
             else:
                 reuse = ReuseOperations(hooks.operations, self.hooks)
-                run_in_mode(reuse, evaluate, update, keywords, walk.guards)
+                run_in_mode(reuse, self.evaluate, update, keywords)
         except StopRecompute:
             pass
         except (errors.RetrogradError, torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
             raise errors.recompute_raised(update.where, error) from error
+        finally:
+            boxes.current = before
         if not self.stops_early:
             return update.output
         assert hooks is not None
         return None if hooks.output is None else self.load(hooks.output)
+
+    def evaluate(self, update: Application, keywords: dict[str, Any]) -> None:
+        """Run the function to its end."""
+        evaluate(update, keywords, self.walk.guards)
+        if self.pins != len(self.record.pinned):
+            raise errors.other_pins(update.where, len(self.record.pinned), self.pins)
+
+    def pin(self, value: Any) -> Any:
+        """What forward had in place of `value`: see `pin`."""
+        self.pins += 1
+        where = place(self.walk.program, self.index)
+        if self.pins > len(self.record.pinned):
+            raise errors.other_pins(where, len(self.record.pinned), self.pins)
+        return self.record.pinned[self.pins - 1].instead_of(value, where)
 
     def application(self) -> Application:
         """The update, with reads that have the `requires_grad` and the dtypes of forward."""
@@ -781,14 +825,17 @@ class Rerun:
             update = recompute.application()
             update.target = tuple(map(leaf_view, target, walk.records[index].needs_grad))
             push_hooks(_drop, _drop)
+            box = boxes.current
             try:
                 kept = walk.records[index].output
                 if kept is None:
-                    evaluate(update, walk.keywords_of(index), walk.guards)
+                    boxes.current = recompute
+                    recompute.evaluate(update, walk.keywords_of(index))
                 else:  # its function cannot run again
                     update.output = recompute.load(kept)
                 couple(update)
             finally:
+                boxes.current = box
                 pop_hooks()
         finally:
             recomputing.depth = depth
