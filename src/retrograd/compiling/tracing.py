@@ -1,0 +1,102 @@
+"""Tracing a call of a stack: plain equations, with a marker for each update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.traceback import annotate
+
+from retrograd.compiling import markers, seams
+from retrograd.core.exact import Precision
+from retrograd.core.memory import NOTHING, Call, MemoryMode, Plan, plan_of
+from retrograd.core.program import (
+    Application,
+    Pass,
+    Program,
+    Step,
+    combine,
+    couple,
+    with_reads,
+)
+
+# Nodes that are traced inside an update have this annotation, even if they use no stream: a
+# projection of a keyword argument, a cast of a weight. The pass computes them again, too.
+INSIDE = "retrograd"
+
+
+class TracedPass(Pass):
+    """A pass whose updates are marked. `limit` is that of a budget."""
+
+    def __init__(
+        self,
+        program: Program,
+        streams: dict[str, Any],
+        keywords: dict[str, Any],
+        precision: Precision,
+        plan: Plan,
+        limit: str = "",
+    ) -> None:
+        super().__init__(program, streams, keywords, precision)
+        self.plan = plan
+        self.limit = limit
+        self.to_save: list[str] = []  # streams whose next earlier value is saved
+
+    def update(self, step: Step) -> None:
+        with annotate({INSIDE: "update"}):
+            self._apply(step, self._couple)
+        self.index += 1
+
+    def _couple(self, update: Application) -> None:
+        couple(update)
+        plan = self._plan_of(update)
+        old, new = update.target, update.result
+        undone = old if update.step.target_from == "kept" else self._undone(update)
+        update.result = tuple(
+            [
+                markers.mark(*leaves, self.index, plan, markers.EDITION)
+                for leaves in zip(new, old, undone)
+            ]
+        )
+
+    def _undone(self, update: Application) -> tuple[Tensor, ...]:
+        step = update.step
+        with torch.no_grad():
+            output = with_reads(step, update.output, update.state)
+            return combine(step.coupling.inverse, update.result, output)
+
+    def _plan_of(self, update: Application) -> str:
+        """What the pass shall do with an update."""
+        target = update.step.target
+        if self.plan.choices.get(self.index, NOTHING).streams:
+            self.to_save = list(self.state)
+        is_saved = target in self.to_save or update.step.target_from == "kept"
+        if target in self.to_save:
+            self.to_save.remove(target)
+        if self.limit:
+            return f"{markers.BUDGET} {self.limit}"
+        if self.index >= self.plan.keep_from:
+            return markers.KEEP
+        return markers.SAVE_TARGET if is_saved else markers.REBUILD
+
+
+def obstacle_to_tracing(stack: Any, memory: MemoryMode) -> str | None:
+    """Why a stack cannot be a part of a compiled graph; None if it can."""
+    if stack.exact is not False:
+        return (
+            "exact=True promises states that are equal to the bit, and compiled kernels round "
+            "differently in forward and in backward"
+        )
+    return seams.ready()
+
+
+def traced_pass(
+    program: Program,
+    streams: dict[str, Any],
+    keywords: dict[str, Any],
+    precision: Precision,
+    memory: MemoryMode,
+) -> TracedPass:
+    plan = plan_of(memory, Call([step.target for step in program]))
+    return TracedPass(program, streams, keywords, precision, plan)
