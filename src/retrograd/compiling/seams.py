@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +69,6 @@ def _wrap_partitioning() -> str | None:
     try:
         module = importlib.import_module(GRAPH_COMPILE)
         inner = module._partition_joint_graph_into_fw_bw
-        register_lowerings()
     except (ImportError, AttributeError) as error:
         return f"torch {torch.__version__} has changed ({error})"
     module._partition_joint_graph_into_fw_bw = Partitioning(inner)
@@ -99,14 +99,15 @@ class Partitioning:
 
 def is_of_inductor(split: Any) -> bool:
     """Whether a partition function is Inductor's, which runs passes of its own first."""
-    compile_fx: Any = importlib.import_module("torch._inductor.compile_fx")
-    return getattr(split, "func", split) is compile_fx.partition_fn
+    compile_fx: Any = sys.modules.get("torch._inductor.compile_fx")
+    return compile_fx is not None and getattr(split, "func", split) is compile_fx.partition_fn
 
 
 def inductor_partitioner(chosen: Any) -> Any:
     """A partitioner for Inductor's setting: the pass, then the one that the user chose."""
     from retrograd.compiling.partition import Partitioner
 
+    register_lowerings()
     passes: Any = importlib.import_module("torch._inductor.custom_graph_pass")
     partitioner = Partitioner(chosen or min_cut(), reorders=True)
 
@@ -161,6 +162,7 @@ def must_save() -> Any:
     return torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
 
 
+@functools.cache
 def register_lowerings() -> None:
     """How Inductor computes `ordered`: as a kernel of its own, after the kernels it waits for.
 
