@@ -24,6 +24,7 @@ from torch import fx
 from retrograd.compiling import markers
 from retrograd.compiling.order import Fences, sort
 from retrograd.compiling.randomness import again, can_replay, draws, saving_state
+from retrograd.compiling.regions import is_view
 from retrograd.compiling.seams import BACKWARD_ONLY, is_effect_of_forward, must_save
 from retrograd.compiling.tracing import INSIDE
 from retrograd.core.private import pytree
@@ -267,11 +268,6 @@ def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
             found.add(node)
             todo += node.all_input_nodes
     return found
-
-
-def is_view(node: fx.Node) -> bool:
-    target: Any = node.target
-    return getattr(target, "is_view", False) and node.all_input_nodes == [node.args[0]]
 
 
 def is_node(value: Any) -> bool:

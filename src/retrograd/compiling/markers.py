@@ -22,10 +22,6 @@ from torch import Tensor
 
 log = logging.getLogger("retrograd")
 
-# Compiled graphs are cached on disk by what they contain. So this is an argument of each marker,
-# and a new one for each change of the pass.
-EDITION = "1"
-
 # What a marker says of its update, besides that it is one.
 REBUILD = "rebuild"  # backward rebuilds the target and runs the function again
 SAVE_TARGET = "save target"  # the earlier value is saved; the function runs again

@@ -9,6 +9,7 @@ from torch import fx
 
 from retrograd.compiling import markers
 from retrograd.compiling.joint import JointGraph, Report, marks_of, remove_markers
+from retrograd.compiling.regions import prepare_regions
 from retrograd.compiling.seams import merge_equal_nodes, without_merging
 
 Observer = Callable[[Report, fx.GraphModule, fx.GraphModule, int], None]
@@ -45,6 +46,7 @@ def has_marks(gm: fx.GraphModule) -> bool:
 
 def run(gm: fx.GraphModule, num_fwd_outputs: int, reorders: bool) -> Report:
     """Rewrite a joint graph in place."""
+    prepare_regions(gm, has_seeds=reorders)
     gm.graph.eliminate_dead_code()
     plans = {mark.plan for mark in marks_of(gm.graph)}
     if plans <= {markers.KEEP}:

@@ -17,10 +17,12 @@ runs outside the compiler, as before: `ready` says why.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +54,23 @@ def ready() -> str | None:
     return _install()
 
 
+@run_while_tracing
+def edition() -> str:
+    """A name for this version of the pass.
+
+    Compiled graphs are cached on disk by what they contain. So it is an argument of each marker.
+    """
+    return _hash_of_sources()
+
+
+@functools.cache
+def _hash_of_sources() -> str:
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
 @functools.cache
 def _install() -> str | None:
     if VERSION < OLDEST:
@@ -68,11 +87,28 @@ def _wrap_partitioning() -> str | None:
     """Wrap the function that splits a joint graph. Graphs without markers pass through it."""
     try:
         module = importlib.import_module(GRAPH_COMPILE)
-        inner = module._partition_joint_graph_into_fw_bw
+        split = Partitioning(module._partition_joint_graph_into_fw_bw)
+        donate = functools.partial(donated_inputs, module.collect_bw_donated_buffer_idxs)
     except (ImportError, AttributeError) as error:
         return f"torch {torch.__version__} has changed ({error})"
-    module._partition_joint_graph_into_fw_bw = Partitioning(inner)
+    global _region
+    _region = torch.compiler.nested_compile_region(_call, max_reuse_entries=1_000_000)
+    module._partition_joint_graph_into_fw_bw = split
+    module.collect_bw_donated_buffer_idxs = donate
     return None
+
+
+def donated_inputs(
+    inner: Callable[..., Any], forward: Any, backward: fx.GraphModule, meta: Any
+) -> list[int]:
+    """Which inputs of backward its kernels may overwrite.
+
+    None if it has regions: torch applies these numbers to the inputs of each region, too
+    (pytorch#193960).
+    """
+    has_order = any(node.target is torch.ops.retrograd.ordered.default for node in backward.graph.nodes)
+    has_regions = backward.graph.find_nodes(op="call_function", target=INVOKE_SUBGRAPH)
+    return [] if has_order and has_regions else inner(forward, backward, meta)
 
 
 class Partitioning:
@@ -95,6 +131,18 @@ class Partitioning:
         partitioner = inductor_partitioner(inductor.custom_partitioner_fn)
         with inductor.patch(custom_partitioner_fn=partitioner):
             return self.inner(gm, inputs, inner_meta, meta, config, split)
+
+
+# Runs a function as a region, if it is traced: `in_region(fn, *args, **kwargs)`.
+_region: Any = None
+
+
+def in_region(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    return _region(fn, *args, **kwargs)
+
+
+def _call(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    return fn(*args, **kwargs)
 
 
 def is_of_inductor(split: Any) -> bool:

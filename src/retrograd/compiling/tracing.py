@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -38,9 +39,10 @@ class TracedPass(Pass):
         plan: Plan,
         limit: str = "",
     ) -> None:
-        super().__init__(program, streams, keywords, precision)
+        super().__init__(list(map(as_region, program)), streams, keywords, precision)
         self.plan = plan
         self.limit = limit
+        self.edition = seams.edition()
         self.to_save: list[str] = []  # streams whose next earlier value is saved
 
     def update(self, step: Step) -> None:
@@ -55,7 +57,7 @@ class TracedPass(Pass):
         undone = old if update.step.target_from == "kept" else self._undone(update)
         update.result = tuple(
             [
-                markers.mark(*leaves, self.index, plan, markers.EDITION)
+                markers.mark(*leaves, self.index, plan, self.edition)
                 for leaves in zip(new, old, undone)
             ]
         )
@@ -79,6 +81,12 @@ class TracedPass(Pass):
         if self.index >= self.plan.keep_from:
             return markers.KEEP
         return markers.SAVE_TARGET if is_saved else markers.REBUILD
+
+
+def as_region(step: Step) -> Step:
+    if not isinstance(step.fn, torch.nn.Module):
+        return step
+    return step._replace(fn=functools.partial(seams.in_region, step.fn))
 
 
 def obstacle_to_tracing(stack: Any, memory: MemoryMode) -> str | None:
