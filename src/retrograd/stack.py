@@ -18,7 +18,15 @@ import torch
 from torch import nn
 
 from retrograd.budget import Budget
-from retrograd.compiling.tracing import obstacle_to_tracing, traced_pass
+from retrograd.compiling.obstacles import (
+    OTHER_TENSORS,
+    has_other_tensors,
+    limit_of,
+    obstacle_to_tracing,
+    plan_to_trace,
+    uses_regions,
+)
+from retrograd.compiling.tracing import TracedPass
 from retrograd.core.exact import DriftAction, Grid, Precision
 from retrograd.core.guard import Guard
 from retrograd.core.guards import guards_of_plain_pass
@@ -171,7 +179,9 @@ class Stack(nn.Module):
         # compiled both times. If the compiler breaks the graph inside of a stack, it comes here
         # again with this function as its first one, and leaves it alone.
         if torch.compiler.is_compiling():
-            obstacle = obstacle_to_tracing(self, memory)
+            obstacle = obstacle_to_tracing(self)
+            if obstacle is None and has_other_tensors(value):
+                obstacle = OTHER_TENSORS
             if obstacle is None:
                 return self._traced(value, kwargs, memory)
             break_graph(
@@ -184,7 +194,12 @@ class Stack(nn.Module):
         """A call inside of a compiled graph."""
         blocks = self._blocks(value, kwargs)
         program = flat(blocks)
-        run = traced_pass(program, self._open(value, "the input"), kwargs, self.precision, memory)
+        targets = [step.target for step in program]
+        budget = limit_of(memory)
+        plan = plan_to_trace(memory, targets, budget)
+        streams = self._open(value, "the input")
+        regions = uses_regions(self)
+        run = TracedPass(program, streams, kwargs, self.precision, plan, budget, regions)
         return self._output(run, blocks)
 
     def _plain(self, value: Any, kwargs: dict[str, Any]) -> Any:

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from retrograd.compiling import markers
+from retrograd.compiling.budgets import bytes_of, kept_by_budget
 from retrograd.compiling.order import Fences, sort
 from retrograd.compiling.randomness import again, can_replay, draws, saving_state
 from retrograd.compiling.regions import is_view
@@ -41,6 +42,7 @@ class Mark(NamedTuple):
     undone: fx.Node
     update: int
     plan: str
+    drift: str
 
 
 class Report(NamedTuple):
@@ -54,7 +56,7 @@ class Report(NamedTuple):
 
 def marks_of(graph: fx.Graph) -> list[Mark]:
     return [
-        Mark(node, *node.args[:5])  # type: ignore[arg-type]
+        Mark(node, *node.args[:6])  # type: ignore[arg-type]
         for node in graph.nodes
         if node.target is markers.MARK
     ]
@@ -79,6 +81,7 @@ class JointGraph:
         self.replayed = 0
         self.recomputable = self._recomputable()
         self.wanted = self._wanted()
+        self.kept = self._kept()
 
     def _recomputable(self) -> set[fx.Node]:
         """Nodes that may be computed again: those traced inside of an update, apart from
@@ -103,6 +106,13 @@ class JointGraph:
                 wanted[bisect.bisect(positions, order[node])].append(node)
         return {number: sorted(nodes, key=order.__getitem__) for number, nodes in wanted.items()}
 
+    def _kept(self) -> set[int]:
+        """The marks, by number, whose updates are left to the partitioner."""
+        plans = [mark.plan for mark in self.marks]
+        ends = self.streams - {mark.old for mark in self.marks}
+        kept = kept_by_budget(plans, self.wanted, bytes_of([*ends]))
+        return kept | {number for number, plan in enumerate(plans) if plan == markers.KEEP}
+
     # --- copies
 
     def rebuild(self) -> Report:
@@ -115,13 +125,14 @@ class JointGraph:
 
     def _rebuild_one(self, number: int) -> None:
         mark = self.marks[number]
-        if mark.plan == markers.KEEP:
-            self.copy.setdefault(mark.old, mark.old)
+        if number in self.kept:
+            self._save(mark.old)
             return
-        end = self.copy.setdefault(mark.node, mark.node)  # the last value of a stream is saved
-        self.copy[mark.new] = end
-        if mark.plan == markers.SAVE_TARGET:
-            self.copy.setdefault(mark.old, mark.old)
+        if mark.node not in self.copy:  # the last value of a stream is saved
+            self._save(mark.node)
+        self.copy[mark.new] = self.copy[mark.node]
+        if mark.plan.startswith(markers.SAVE_TARGET):
+            self._save(mark.old)
         elif mark.old not in self.copy:
             undone = self._copied(mark.undone)
             with self.graph.inserting_before(self.output):
@@ -129,6 +140,11 @@ class JointGraph:
             self.rebuilt[mark] = self.copy[mark.old] = self._of_backward(value, mark.old)
         for node in self.wanted.get(number, ()):
             self._copied(node)
+
+    def _save(self, value: fx.Node) -> None:
+        """Leave a value to the partitioner, which saves it and does not compute it again."""
+        if self.copy.setdefault(value, value) is value and value.op == "call_function":
+            value.meta["recompute"] = must_save()
 
     def _copied(self, wanted: fx.Node) -> fx.Node:
         """A copy of a node, made of copies of what it reads."""
@@ -164,6 +180,8 @@ class JointGraph:
         """A random operation, run again with the state that its generator had."""
         both, state, value = saving_state(node)
         self.forward |= {both, state, value}
+        for drawn in (both, state, value):
+            drawn.meta["recompute"] = must_save()  # or the partitioner might draw once more
         with self.graph.inserting_before(self.output):
             copied = self._of_backward(again(node, state, self.copy), node)
         self.copy |= {both: both, state: state, value: copied}
@@ -189,10 +207,9 @@ class JointGraph:
             with self.graph.inserting_before(first):
                 before = self.graph.call_function(aten.clone.default, (buffer,))
             before.meta = {"val": buffer.meta["val"], "recompute": must_save()}
-            others = {*self.effects, before}
-            buffer.replace_all_uses_with(
-                before, delete_user_cb=lambda user: user in self.forward and user not in others
-            )
+            readers = [user for user in buffer.users if user in self.forward]
+            for user in set(readers) - {*self.effects, before}:
+                user.replace_input_with(buffer, before)
             self.forward.add(before)
             self.copy[buffer] = before
 
@@ -237,13 +254,16 @@ def remove_markers(graph: fx.Graph, keep_order: bool) -> None:
 
 
 def _replace_mark(node: fx.Node, keep_order: bool) -> None:
-    new, update = node.args[0], node.args[3]
+    new: Any = node.args[0]
+    update = node.args[3]
     if keep_order:
         with node.graph.inserting_before(node):
             value = node.graph.call_function(markers.ORDERED, (new, [], update))
         value.meta = dict(node.meta)
         new = value
-    node.replace_all_uses_with(new)  # type: ignore[arg-type]
+    elif "recompute" in node.meta:
+        new.meta["recompute"] = node.meta["recompute"]
+    node.replace_all_uses_with(new)
     node.graph.erase_node(node)
 
 

@@ -26,16 +26,18 @@ log = logging.getLogger("retrograd")
 REBUILD = "rebuild"  # backward rebuilds the target and runs the function again
 SAVE_TARGET = "save target"  # the earlier value is saved; the function runs again
 KEEP = "keep"  # what autograd saves of it is left to the partitioner
-BUDGET = "budget"  # kept if the limit that follows allows it: "budget 25%"
+BUDGET = "budget"  # either of them, or kept if a limit allows it: "rebuild budget 25%"
 
 _NOTICED: set[str] = set()
 
 
 @torch.library.custom_op("retrograd::mark", mutates_args=())
-def mark(new: Tensor, old: Tensor, undone: Tensor, update: int, plan: str, edition: str) -> Tensor:
+def mark(
+    new: Tensor, old: Tensor, undone: Tensor, update: int, plan: str, drift: str, edition: str
+) -> Tensor:
     """`new`, marked as the value of a stream after an update."""
-    if plan not in _NOTICED:
-        _NOTICED.add(plan)
+    if edition not in _NOTICED:
+        _NOTICED.add(edition)
         log.warning(
             "a compiled graph with a stack runs without retrograd's pass: its gradients are right, "
             "and its activation memory grows with depth. The backends inductor and aot_eager run "
@@ -45,7 +47,9 @@ def mark(new: Tensor, old: Tensor, undone: Tensor, update: int, plan: str, editi
 
 
 @mark.register_fake
-def _(new: Tensor, old: Tensor, undone: Tensor, update: int, plan: str, edition: str) -> Tensor:
+def _(
+    new: Tensor, old: Tensor, undone: Tensor, update: int, plan: str, drift: str, edition: str
+) -> Tensor:
     return torch.empty_like(new)
 
 
@@ -64,8 +68,8 @@ def _remember_update(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.update = inputs[3]
 
 
-def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-    return ordered(grad, [], ctx.update), None, None, None, None, None
+def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return ordered(grad, [], ctx.update), *[None] * 6
 
 
 mark.register_autograd(_pass_gradient, setup_context=_remember_update)

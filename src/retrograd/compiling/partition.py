@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from retrograd.compiling import markers
-from retrograd.compiling.joint import JointGraph, Report, marks_of, remove_markers
+from retrograd.compiling.joint import JointGraph, Mark, Report, marks_of, remove_markers
 from retrograd.compiling.regions import prepare_regions
 from retrograd.compiling.seams import merge_equal_nodes, without_merging
 
@@ -40,6 +40,11 @@ class Partitioner:
         return forward, backward
 
 
+def is_checkpointed(mark: Mark) -> bool:
+    """Whether torch.utils.checkpoint surrounds an update. Then it says what is kept."""
+    return "recompute" in mark.node.meta
+
+
 def has_marks(gm: fx.GraphModule) -> bool:
     return any(node.target is markers.MARK for node in gm.graph.nodes)
 
@@ -48,8 +53,8 @@ def run(gm: fx.GraphModule, num_fwd_outputs: int, reorders: bool) -> Report:
     """Rewrite a joint graph in place."""
     prepare_regions(gm, has_seeds=reorders)
     gm.graph.eliminate_dead_code()
-    plans = {mark.plan for mark in marks_of(gm.graph)}
-    if plans <= {markers.KEEP}:
+    marks = marks_of(gm.graph)
+    if all(mark.plan == markers.KEEP for mark in marks) or any(map(is_checkpointed, marks)):
         remove_markers(gm.graph, keep_order=False)
         gm.recompile()
         return Report(0, 0, 0, 0)
@@ -58,4 +63,3 @@ def run(gm: fx.GraphModule, num_fwd_outputs: int, reorders: bool) -> Report:
     report = joint.rebuild()
     joint.finish(keep_order=reorders)
     return report
-

@@ -106,7 +106,9 @@ def donated_inputs(
     None if it has regions: torch applies these numbers to the inputs of each region, too
     (pytorch#193960).
     """
-    has_order = any(node.target is torch.ops.retrograd.ordered.default for node in backward.graph.nodes)
+    has_order = any(
+        node.target is torch.ops.retrograd.ordered.default for node in backward.graph.nodes
+    )
     has_regions = backward.graph.find_nodes(op="call_function", target=INVOKE_SUBGRAPH)
     return [] if has_order and has_regions else inner(forward, backward, meta)
 
@@ -131,6 +133,16 @@ class Partitioning:
         partitioner = inductor_partitioner(inductor.custom_partitioner_fn)
         with inductor.patch(custom_partitioner_fn=partitioner):
             return self.inner(gm, inputs, inner_meta, meta, config, split)
+
+
+def active_ddp() -> Any:
+    """The DDP module whose forward is under way."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+
+
+def splits_graphs_for_ddp() -> bool:
+    utils: Any = importlib.import_module("torch._dynamo.utils")
+    return utils.get_optimize_ddp_mode() == "ddp_optimizer"
 
 
 # Runs a function as a region, if it is traced: `in_region(fn, *args, **kwargs)`.

@@ -11,7 +11,7 @@ from torch.fx.traceback import annotate
 
 from retrograd.compiling import markers, seams
 from retrograd.core.exact import Precision
-from retrograd.core.memory import NOTHING, Call, MemoryMode, Plan, plan_of
+from retrograd.core.memory import NOTHING, Plan
 from retrograd.core.program import (
     Application,
     Pass,
@@ -28,7 +28,11 @@ INSIDE = "retrograd"
 
 
 class TracedPass(Pass):
-    """A pass whose updates are marked. `limit` is that of a budget."""
+    """A pass whose updates are marked.
+
+    `budget` is the limit that the pass works out what to keep from; "" if the plan says it.
+    `regions`: functions are compiled once for all updates that run the same code.
+    """
 
     def __init__(
         self,
@@ -37,11 +41,14 @@ class TracedPass(Pass):
         keywords: dict[str, Any],
         precision: Precision,
         plan: Plan,
-        limit: str = "",
+        budget: str,
+        regions: bool,
     ) -> None:
-        super().__init__(list(map(as_region, program)), streams, keywords, precision)
+        steps = list(map(as_region, program)) if regions else program
+        super().__init__(steps, streams, keywords, precision)
         self.plan = plan
-        self.limit = limit
+        self.budget = budget
+        self.drift = precision.drift
         self.edition = seams.edition()
         self.to_save: list[str] = []  # streams whose next earlier value is saved
 
@@ -57,7 +64,7 @@ class TracedPass(Pass):
         undone = old if update.step.target_from == "kept" else self._undone(update)
         update.result = tuple(
             [
-                markers.mark(*leaves, self.index, plan, self.edition)
+                markers.mark(*leaves, self.index, plan, self.drift, self.edition)
                 for leaves in zip(new, old, undone)
             ]
         )
@@ -76,35 +83,13 @@ class TracedPass(Pass):
         is_saved = target in self.to_save or update.step.target_from == "kept"
         if target in self.to_save:
             self.to_save.remove(target)
-        if self.limit:
-            return f"{markers.BUDGET} {self.limit}"
         if self.index >= self.plan.keep_from:
             return markers.KEEP
-        return markers.SAVE_TARGET if is_saved else markers.REBUILD
+        plan = markers.SAVE_TARGET if is_saved else markers.REBUILD
+        return f"{plan} {markers.BUDGET} {self.budget}" if self.budget else plan
 
 
 def as_region(step: Step) -> Step:
     if not isinstance(step.fn, torch.nn.Module):
         return step
     return step._replace(fn=functools.partial(seams.in_region, step.fn))
-
-
-def obstacle_to_tracing(stack: Any, memory: MemoryMode) -> str | None:
-    """Why a stack cannot be a part of a compiled graph; None if it can."""
-    if stack.exact is not False:
-        return (
-            "exact=True promises states that are equal to the bit, and compiled kernels round "
-            "differently in forward and in backward"
-        )
-    return seams.ready()
-
-
-def traced_pass(
-    program: Program,
-    streams: dict[str, Any],
-    keywords: dict[str, Any],
-    precision: Precision,
-    memory: MemoryMode,
-) -> TracedPass:
-    plan = plan_of(memory, Call([step.target for step in program]))
-    return TracedPass(program, streams, keywords, precision, plan)
