@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx.traceback import annotate
 
 from retrograd.compiling import markers, seams
+from retrograd.compiling.kinds import is_region, may_be_region
 from retrograd.core.exact import Precision
 from retrograd.core.memory import NOTHING, Plan
 from retrograd.core.program import (
@@ -31,7 +32,7 @@ class TracedPass(Pass):
     """A pass whose updates are marked.
 
     `budget` is the limit that the pass works out what to keep from; "" if the plan says it.
-    `regions`: functions are compiled once for all updates that run the same code.
+    `regions`: functions may be regions, compiled once for all updates that run the same code.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class TracedPass(Pass):
         budget: str,
         regions: bool,
     ) -> None:
-        steps = list(map(as_region, program)) if regions else program
-        super().__init__(steps, streams, keywords, precision)
+        super().__init__(program, streams, keywords, precision)
+        self.regions = regions
         self.plan = plan
         self.budget = budget
         self.drift = precision.drift
@@ -57,8 +58,16 @@ class TracedPass(Pass):
             self._apply(step, self._couple)
         self.index += 1
 
+    def _application(self, step: Step) -> Application:
+        update = super()._application(step)
+        if self.regions and is_region(step.fn):
+            update.step = step._replace(fn=functools.partial(seams.in_region, step.fn))
+        return update
+
     def _couple(self, update: Application) -> None:
         couple(update)
+        if self.regions and is_simple(update):
+            may_be_region(self.program[update.index].fn)
         plan = self._plan_of(update)
         old, new = update.target, update.result
         undone = old if update.step.target_from == "kept" else self._undone(update)
@@ -89,7 +98,9 @@ class TracedPass(Pass):
         return f"{plan} {markers.BUDGET} {self.budget}" if self.budget else plan
 
 
-def as_region(step: Step) -> Step:
-    if not isinstance(step.fn, torch.nn.Module):
-        return step
-    return step._replace(fn=functools.partial(seams.in_region, step.fn))
+def is_simple(update: Application) -> bool:
+    """Whether an update gives its function one tensor, and gets a new one from it."""
+    if update.aux or len(update.output) != 1 or len(update.output[0]) != 1:
+        return False
+    out = update.output[0][0]
+    return all(out is not value for value in update.inputs)
