@@ -5,6 +5,7 @@ autograd, and bytes that do not grow with depth.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from retrograd.compiling import partition, seams
 from tests import zoo
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings(
         "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
     ),
@@ -154,7 +156,7 @@ def test_programs_of_several_streams(reports):
     torch.manual_seed(17)
     check(Program().double(), batch())
     ((report, *_),) = reports
-    assert report.rebuilt == 5  # what reads its own target is saved, and the last update is kept
+    assert report.rebuilt == 6  # what reads its own target is saved, and the last update is kept
 
 
 def test_streams_may_be_trees(reports):
@@ -166,9 +168,9 @@ def test_streams_may_be_trees(reports):
 
 
 def test_bytes_saved_do_not_grow_with_depth(reports):
-    for depth in (2, 6):
+    for depth in (2, 4):
         torch._dynamo.reset()
-        whole(model_of(lambda: pairs(depth)))(batch(64))
+        whole(model_of(functools.partial(pairs, depth)))(batch(64))
     few, many = [sum(tensor.nbytes for tensor in saved) for _, saved, _ in reports]
     assert few == many
 
@@ -322,7 +324,7 @@ class Counting(nn.Module):
         self.register_buffer("count", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.fn(x * self.count)
+        out = self.fn(x * self.count.clone())
         self.count += 1
         return out
 
@@ -358,7 +360,7 @@ def test_two_calls_before_a_backward():
 def test_gradients_accumulate():
     model = model_of(pairs)
     plain, compiled = keeping(model), whole(model)
-    for module, run in ((plain, plain), (model, compiled)):
+    for run in (plain, compiled):
         for seed in range(3):
             zoo.loss(run(batch(seed=seed))).backward()
     got, expected = ([p.grad for p in m.parameters()] for m in (model, plain))
@@ -400,24 +402,28 @@ def test_keep_leaves_the_graph_alone(reports):
 def test_anchors_are_saved(reports):
     for memory in (rg.Reverse(), rg.Anchor(2), rg.Anchor(1)):
         torch._dynamo.reset()
-        whole(model_of(lambda: pairs(4, memory=memory)))(batch(64))
+        whole(model_of(functools.partial(pairs, 4, memory=memory)))(batch(64))
     none, two, one = [sum(tensor.nbytes for tensor in saved) for _, saved, _ in reports]
     stream = batch(64).nbytes
     assert two - none == 2 * stream
-    assert one - none == 6 * stream
+    assert one - none == 5 * stream  # the sixth is the target of the last update
 
 
 def test_budgets_keep_what_fits(reports):
-    for memory in (rg.Reverse(keep_last=False), "25%", "50%", "100%"):
+    for memory in (rg.Reverse(keep_last=False), "40%", "70%", "100%"):
         torch._dynamo.reset()
-        check(model_of(lambda: pairs(8, memory=memory)), batch(64))
+        model = model_of(functools.partial(pairs, 4, memory=memory))
+        plain, x = keeping(model), batch(64)
+        expected = zoo.gradients(plain, plain(x), x)
+        assert zoo.worst(zoo.gradients(model, whole(model)(x), x), expected) < 1e-9
     rebuilt = [report.rebuilt for report, *_ in reports]
     saved = [sum(tensor.nbytes for tensor in saved) for _, saved, _ in reports]
     assert rebuilt == sorted(rebuilt, reverse=True)
     assert rebuilt[-1] == 0
     assert saved == sorted(saved)
-    assert saved[1] <= saved[3] / 4
-    assert saved[2] <= saved[3] / 2
+    assert rebuilt[2] < rebuilt[1] < rebuilt[0]
+    assert saved[1] <= saved[3] * 0.4
+    assert saved[2] <= saved[3] * 0.7
 
 
 def test_a_setting_that_changes_compiles_anew(reports):
@@ -435,7 +441,7 @@ def test_a_setting_that_changes_compiles_anew(reports):
 OBSTACLES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "exact": (lambda: pairs(exact=True), "equal to the bit"),
     "own coupling": (lambda: pairs(coupling=zoo.Scaled()), "tried on live data"),
-    "chunked": (lambda: pairs(fn=lambda: rg.Chunked(mix(), 2)), "rg.Chunked"),
+    "chunked": (lambda: pairs(fn=lambda: rg.Chunked(mix(), 2, dim=0)), "rg.Chunked"),
 }
 
 
@@ -473,13 +479,21 @@ def test_a_function_that_breaks_the_graph_runs_with_the_engine(reports):
     assert not reports
 
 
-def test_a_backend_without_the_pass_says_so(caplog):
+def test_backends_without_the_pass_say_so(caplog, reports):
     model, x = model_of(pairs), batch()
     plain = keeping(model)
+    expected = zoo.gradients(plain, plain(x), x)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="does not derive backward"):
+        whole(model, "eager")(x)
+
+    def own(graph: Any, inputs: Any) -> Any:
+        return graph
+
     with caplog.at_level("WARNING", logger="retrograd"):
-        y = whole(model, "eager")(x)
-    assert zoo.worst(zoo.gradients(model, y, x), zoo.gradients(plain, plain(x), x)) < 1e-9
+        y = whole(model, own)(x)
+    assert zoo.worst(zoo.gradients(model, y, x), expected) < 1e-9
     assert [r for r in caplog.records if "without retrograd's pass" in r.message]
+    assert not reports
 
 
 # --- Inductor

@@ -153,6 +153,11 @@ class Stack(nn.Module):
         """The program of a call."""
         raise NotImplementedError
 
+    def _prepare(self) -> None:
+        """Check and make what does not depend on a call. The compiler does this before it traces
+        one.
+        """
+
     def _open(self, value: Any, name: str) -> dict[str, Any]:
         """The streams that an input, or an output, consists of."""
         raise NotImplementedError
@@ -198,8 +203,9 @@ class Stack(nn.Module):
         budget = limit_of(memory)
         plan = plan_to_trace(memory, targets, budget)
         streams = self._open(value, "the input")
-        regions = uses_regions(self)
-        run = TracedPass(program, streams, kwargs, self.precision, plan, budget, regions)
+        run = TracedPass(
+            program, streams, kwargs, self.precision, plan, budget, regions=uses_regions()
+        )
         return self._output(run, blocks)
 
     def _plain(self, value: Any, kwargs: dict[str, Any]) -> Any:

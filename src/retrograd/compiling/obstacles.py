@@ -27,6 +27,9 @@ EXACT = (
 @seams.run_while_tracing
 def obstacle_to_tracing(stack: Any) -> str | None:
     """Why a stack cannot be a part of a compiled graph; None if it can."""
+    stack._prepare()
+    if seams.backend().startswith("eager"):
+        return "the backend that was asked for does not derive backward, and so cannot change it"
     return _obstacle_of_settings(stack) or _obstacle_of_functions(stack) or seams.ready()
 
 
@@ -69,13 +72,13 @@ def limit_of(memory: Any) -> str:
 
 
 @seams.run_while_tracing
-def uses_regions(stack: Any) -> bool:
-    """Whether functions are regions.
+def uses_regions() -> bool:
+    """Whether functions may be regions: for Inductor, which compiles each once.
 
-    They are not where DDP splits the graph at its buckets: torch cannot split graphs with regions.
+    Not with `dynamic=True`: torch cannot trace a float that it takes for a variable into a region.
+    Where DDP splits a graph at its buckets, the backend is not Inductor itself.
     """
-    ddp = seams.active_ddp()
-    return ddp is None or not seams.splits_graphs_for_ddp()
+    return seams.backend() == "inductor" and not seams.is_dynamic()
 
 
 def plan_to_trace(memory: Any, targets: list[str], limit: str) -> Plan:

@@ -135,14 +135,17 @@ class Partitioning:
             return self.inner(gm, inputs, inner_meta, meta, config, split)
 
 
-def active_ddp() -> Any:
-    """The DDP module whose forward is under way."""
-    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+def backend() -> str:
+    """The name of the backend that the compiler traces for; "" if it has none."""
+    symbolic: Any = importlib.import_module("torch._dynamo.symbolic_convert")
+    compiler = symbolic.InstructionTranslator.current_tx().output.compiler_fn
+    return getattr(compiler, "_compiler_name", None) or ""
 
 
-def splits_graphs_for_ddp() -> bool:
-    utils: Any = importlib.import_module("torch._dynamo.utils")
-    return utils.get_optimize_ddp_mode() == "ddp_optimizer"
+def is_dynamic() -> bool:
+    """Whether everything is a variable from the first call on: `dynamic=True`."""
+    config: Any = importlib.import_module("torch._dynamo.config")
+    return not config.assume_static_by_default
 
 
 # Runs a function as a region, if it is traced: `in_region(fn, *args, **kwargs)`.
