@@ -412,7 +412,7 @@ def test_anchors_are_saved(reports):
 def test_budgets_keep_what_fits(reports):
     for memory in (rg.Reverse(keep_last=False), "40%", "70%", "100%"):
         torch._dynamo.reset()
-        model = model_of(functools.partial(pairs, 4, memory=memory))
+        model = pairs(4, memory=memory).double()
         plain, x = keeping(model), batch(64)
         expected = zoo.gradients(plain, plain(x), x)
         assert zoo.worst(zoo.gradients(model, whole(model)(x), x), expected) < 1e-9

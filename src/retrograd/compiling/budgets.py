@@ -8,7 +8,7 @@ them by itself makes it fewer bytes, not more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,19 +16,15 @@ from torch import fx
 
 from retrograd.budget import Budget, human
 from retrograd.compiling import markers
-from retrograd.core.private import pytree
 
 log = logging.getLogger("retrograd")
 
 
-def kept_by_budget(
-    plans: Sequence[str], wanted: Mapping[int, Sequence[fx.Node]], streams: int
-) -> set[int]:
+def kept_by_budget(plans: Sequence[str], sizes: Mapping[int, int], streams: int) -> set[int]:
     """The numbers of the marks that are kept, for the plan of each.
 
-    `wanted`: what backward reads of each update. `streams`: bytes of the last states.
+    `sizes`: bytes that backward reads of each update. `streams`: bytes of the last states.
     """
-    sizes = {number: bytes_of(nodes) for number, nodes in wanted.items()}
     plain = streams + sum(sizes.values())
     kept: set[int] = set()
     for budget in {plan.partition(f" {markers.BUDGET} ")[2] for plan in plans} - {""}:
@@ -60,15 +56,21 @@ def _last_that_fit(
     return kept
 
 
-def bytes_of(nodes: Sequence[fx.Node]) -> int:
-    """Bytes of the tensors that these nodes make. Views make none."""
-    return sum(_bytes_of_value(node) for node in nodes if not _is_view(node))
+def bytes_read(nodes: Sequence[fx.Node], forward: Collection[fx.Node]) -> int:
+    """Bytes that backward reads of nodes of forward. Views have no bytes of their own."""
+    return sum(_bytes_read_of(node, forward) for node in nodes if not _is_view(node))
 
 
-def _bytes_of_value(node: fx.Node) -> int:
+def _bytes_read_of(node: fx.Node, forward: Collection[fx.Node]) -> int:
     value: Any = node.meta.get("val")
-    tensors = [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
-    return sum(size_of(tensor) for tensor in tensors)
+    if isinstance(value, (tuple, list)):  # backward reads some of its items
+        return sum(bytes_of(user) for user in node.users if user not in forward)
+    return bytes_of(node)
+
+
+def bytes_of(node: fx.Node) -> int:
+    value: Any = node.meta.get("val")
+    return size_of(value) if isinstance(value, torch.Tensor) else 0
 
 
 def size_of(tensor: torch.Tensor) -> int:

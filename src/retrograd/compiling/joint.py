@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from retrograd.compiling import markers
-from retrograd.compiling.budgets import bytes_of, kept_by_budget
+from retrograd.compiling.budgets import bytes_of, bytes_read, kept_by_budget
 from retrograd.compiling.order import Fences, sort
 from retrograd.compiling.randomness import again, can_replay, draws, saving_state
 from retrograd.compiling.regions import is_view
@@ -92,7 +92,7 @@ class JointGraph:
         for node in self.graph.nodes:
             if is_view(node) and node.args[0] in given:
                 given.add(node)
-            elif INSIDE in (node.meta.get("custom") or ()):
+            elif node.op == "call_function" and INSIDE in (node.meta.get("custom") or ()):
                 found.add(node)
         return (found & self.forward) - self.streams
 
@@ -110,7 +110,8 @@ class JointGraph:
         """The marks, by number, whose updates are left to the partitioner."""
         plans = [mark.plan for mark in self.marks]
         ends = self.streams - {mark.old for mark in self.marks}
-        kept = kept_by_budget(plans, self.wanted, bytes_of([*ends]))
+        sizes = {number: bytes_read(nodes, self.forward) for number, nodes in self.wanted.items()}
+        kept = kept_by_budget(plans, sizes, sum(map(bytes_of, ends)))
         return kept | {number for number, plan in enumerate(plans) if plan == markers.KEEP}
 
     # --- copies

@@ -54,7 +54,7 @@ def can_replay(node: fx.Node) -> bool:
     return len(devices) == 1 and devices <= set(REPLAYED) and "generator" not in node.kwargs
 
 
-def saving_state(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+def saving_state(node: Any) -> tuple[fx.Node, fx.Node, fx.Node]:
     """The same operation, with the state that its generator had. Replaces the node.
 
     Returned: the call, the state, and the value.
@@ -73,7 +73,7 @@ def saving_state(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     return both, state, value
 
 
-def again(node: fx.Node, state: fx.Node, copy: dict[fx.Node, fx.Node]) -> fx.Node:
+def again(node: Any, state: Any, copy: dict[fx.Node, fx.Node]) -> fx.Node:
     """The operation once more, with a saved state and with other inputs."""
     args, kwargs = pytree.tree_map_only(
         fx.Node, lambda value: copy.get(value, value), (node.args, dict(node.kwargs))

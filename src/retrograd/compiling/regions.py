@@ -23,20 +23,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from retrograd.compiling.randomness import draws
+from retrograd.compiling.randomness import body_of, draws
 from retrograd.compiling.seams import INVOKE_SUBGRAPH
 
 aten = torch.ops.aten
 
-Calls = dict[str, list[fx.Node]]
+Region = tuple[fx.GraphModule, list[fx.Node]]  # what it does, and its calls
 
 
-def regions_of(gm: fx.GraphModule) -> Calls:
-    """The regions that a graph calls, by name, with their calls."""
-    calls = defaultdict(list)
+def regions_of(gm: fx.GraphModule) -> list[Region]:
+    """The regions that a graph calls. One may have several names."""
+    calls: dict[fx.GraphModule, list[fx.Node]] = defaultdict(list)
     for node in gm.graph.find_nodes(op="call_function", target=INVOKE_SUBGRAPH):
-        calls[node.args[0].target].append(node)  # type: ignore[union-attr]
-    return calls
+        calls[body_of(node)].append(node)
+    return list(calls.items())
 
 
 def prepare_regions(gm: fx.GraphModule, has_seeds: bool) -> None:
@@ -48,26 +48,17 @@ def prepare_regions(gm: fx.GraphModule, has_seeds: bool) -> None:
         return
     hoist_seeds(gm)
     return_new_tensors(gm)
-    drawing = {
-        name: calls
-        for name, calls in regions_of(gm).items()
-        if any(map(draws, getattr(gm, name).graph.nodes))
-    }
-    inline(gm, drawing)
+    inline(gm, [region for region in regions_of(gm) if any(map(draws, region[0].graph.nodes))])
 
 
 # --- inlining
 
 
-def inline(gm: fx.GraphModule, calls: Calls) -> None:
+def inline(gm: fx.GraphModule, regions: list[Region]) -> None:
     """Replace calls of regions by what the regions do."""
-    for name, nodes in calls.items():
-        body = getattr(gm, name)
-        for node in nodes:
-            _inline_call(gm.graph, body.graph, node)
-    gm.graph.eliminate_dead_code()
-    if calls:
-        gm.recompile()
+    for body, calls in regions:
+        for call in calls:
+            _inline_call(gm.graph, body.graph, call)
 
 
 def _inline_call(graph: fx.Graph, body: fx.Graph, node: fx.Node) -> None:
@@ -101,16 +92,18 @@ def hoist_seeds(gm: fx.GraphModule) -> None:
     seeds for the same.
     """
     wanted: list[tuple[fx.Node, fx.Node]] = []  # calls, and the node that drew seeds
-    for name, calls in regions_of(gm).items():
-        body = getattr(gm, name)
+    for body, calls in regions_of(gm):
         for seeds in [node for node in body.graph.nodes if is_draw_of_seeds(node)]:
             _take_as_input(body, seeds)
             wanted += [(call, seeds) for call in calls]
         body.recompile()
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     wanted.sort(key=lambda pair: order[pair[0]])
-    for device in {seeds.args[1] for _, seeds in wanted}:
-        _draw_all(gm.graph, [pair for pair in wanted if pair[1].args[1] == device])
+    by_device: dict[Any, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
+    for call, seeds in wanted:
+        by_device[seeds.args[1]].append((call, seeds))
+    for pairs in by_device.values():
+        _draw_all(gm.graph, pairs)
 
 
 def is_draw_of_seeds(node: fx.Node) -> bool:
@@ -157,8 +150,7 @@ class Alias(NamedTuple):
 
 def return_new_tensors(gm: fx.GraphModule) -> None:
     """Let each region return each new tensor once, and nothing else."""
-    for name, calls in regions_of(gm).items():
-        body = getattr(gm, name)
+    for body, calls in regions_of(gm):
         output = body.graph.find_nodes(op="output")[0]
         inputs = body.graph.find_nodes(op="placeholder")
         returned = list(output.args[0])

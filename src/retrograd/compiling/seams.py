@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd.core.torch_version import VERSION
 
@@ -86,7 +87,7 @@ def _install() -> str | None:
 def _wrap_partitioning() -> str | None:
     """Wrap the function that splits a joint graph. Graphs without markers pass through it."""
     try:
-        module = importlib.import_module(GRAPH_COMPILE)
+        module: Any = importlib.import_module(GRAPH_COMPILE)
         split = Partitioning(module._partition_joint_graph_into_fw_bw)
         donate = functools.partial(donated_inputs, module.collect_bw_donated_buffer_idxs)
     except (ImportError, AttributeError) as error:
@@ -222,7 +223,7 @@ def run_with_rng_state() -> Any:
 
 
 def must_save() -> Any:
-    return torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.MUST_SAVE
 
 
 @functools.cache
