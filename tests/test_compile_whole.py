@@ -374,7 +374,7 @@ def test_two_stacks_in_one_graph(reports):
 
 
 def test_a_stack_inside_of_a_function(reports):
-    check(model_of(lambda: pairs(2, fn=lambda: nn.Sequential(pairs(3), nn.Tanh()))), batch())
+    check(model_of(lambda: pairs(2, fn=lambda: nn.Sequential(pairs(2), nn.Tanh()))), batch())
     assert reports
 
 
@@ -410,9 +410,9 @@ def test_anchors_are_saved(reports):
 
 
 def test_budgets_keep_what_fits(reports):
-    for memory in (rg.Reverse(keep_last=False), "40%", "70%", "100%"):
+    for memory in (rg.Reverse(keep_last=False), "60%", "100%"):
         torch._dynamo.reset()
-        model = pairs(4, memory=memory).double()
+        model = pairs(3, memory=memory).double()
         plain, x = keeping(model), batch(64)
         expected = zoo.gradients(plain, plain(x), x)
         assert zoo.worst(zoo.gradients(model, whole(model)(x), x), expected) < 1e-9
@@ -421,18 +421,37 @@ def test_budgets_keep_what_fits(reports):
     assert rebuilt == sorted(rebuilt, reverse=True)
     assert rebuilt[-1] == 0
     assert saved == sorted(saved)
-    assert rebuilt[2] < rebuilt[1] < rebuilt[0]
-    assert saved[1] <= saved[3] * 0.4
-    assert saved[2] <= saved[3] * 0.7
+    assert rebuilt[1] < rebuilt[0]
+    assert saved[1] <= saved[2] * 0.6
 
 
 def test_a_setting_that_changes_compiles_anew(reports):
-    model = model_of(pairs)
+    model = model_of(lambda: pairs(2))
     compiled = whole(model)
-    for memory in (rg.Reverse(), rg.Budget("100%"), rg.Budget("1%"), rg.Keep()):
+    for memory in (rg.Reverse(), rg.Budget("100%"), rg.Keep()):
         model.stack.memory = memory
         compiled(batch())
-    assert [report.rebuilt for report, *_ in reports] == [4, 0, 5]
+    assert [report.rebuilt for report, *_ in reports] == [2, 0]
+
+
+# --- drift
+
+
+def drifting(depth: int, **settings: Any) -> nn.Module:
+    """Undoing divides by 0.3 at every function."""
+    torch.manual_seed(0)
+    return pairs(depth, coupling=rg.Momentum(0.3), streams=rg.AtRest(), **settings)
+
+
+def test_drift_is_noticed():
+    x = batch().detach().float().requires_grad_()
+    with pytest.warns(rg.DriftWarning, match="start of a stack in a compiled graph .* is off by"):
+        zoo.loss(whole(drifting(5))(x)).backward()
+    torch._dynamo.reset()
+    with pytest.raises(rg.RecomputeError, match="rounding grew on the way"):
+        zoo.loss(whole(drifting(7))(x)).backward()
+    torch._dynamo.reset()
+    zoo.loss(whole(drifting(7, drift="ignore"))(x)).backward()
 
 
 # --- what cannot be traced

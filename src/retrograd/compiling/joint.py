@@ -23,6 +23,7 @@ from torch import fx
 
 from retrograd.compiling import markers
 from retrograd.compiling.budgets import bytes_of, bytes_read, kept_by_budget
+from retrograd.compiling.drift import COMPARE, SAMPLE, can_compare, sample_like
 from retrograd.compiling.order import Fences, sort
 from retrograd.compiling.randomness import again, can_replay, draws, saving_state
 from retrograd.compiling.regions import is_view
@@ -43,6 +44,7 @@ class Mark(NamedTuple):
     update: int
     plan: str
     drift: str
+    stream: str
 
 
 class Report(NamedTuple):
@@ -56,7 +58,7 @@ class Report(NamedTuple):
 
 def marks_of(graph: fx.Graph) -> list[Mark]:
     return [
-        Mark(node, *node.args[:6])  # type: ignore[arg-type]
+        Mark(node, *node.args[:7])  # type: ignore[arg-type]
         for node in graph.nodes
         if node.target is markers.MARK
     ]
@@ -122,6 +124,7 @@ class JointGraph:
         for number in reversed(range(len(self.marks))):
             self._rebuild_one(number)
         self._read_copies()
+        self._compare_starts()
         return Report(len(self.marks), len(self.rebuilt), len(self.made), self.replayed)
 
     def _rebuild_one(self, number: int) -> None:
@@ -198,6 +201,35 @@ class JointGraph:
         node.meta["partitioner_tag"] = BACKWARD_ONLY
         self.made.add(node)
         return node
+
+    # --- drift
+
+    def _compare_starts(self) -> None:
+        """Compare where undoing ends with where forward began."""
+        later = {mark.node for mark in self.marks}
+        starts = [mark for mark in self.marks if mark.old not in later and mark in self.rebuilt]
+        settings = {mark.drift for mark in starts}
+        ends = [node for node in later if self.copy.get(node) is node]
+        if not starts or "ignore" in settings or not can_compare(starts):
+            return
+        olds = [mark.old for mark in starts]
+        with self.graph.inserting_before(self.output):
+            seen = self.graph.call_function(SAMPLE, ([*olds, *ends],))
+            now = self.graph.call_function(SAMPLE, ([self.copy[old] for old in olds],))
+            names, epsilon = ",".join(mark.stream for mark in starts), self._epsilon()
+            args = (now, seen, names, epsilon, "raise" if "raise" in settings else "warn")
+            compared = self.graph.call_function(COMPARE, args)
+        seen.meta = {"val": sample_like(olds[0], len(olds) + len(ends)), "recompute": must_save()}
+        self.forward.add(seen)
+        for node in (now, compared):
+            self._of_backward(node, now)
+        now.meta["val"] = sample_like(olds[0], len(olds))
+
+    def _epsilon(self) -> float:
+        """The largest epsilon of the dtypes that updates compute in."""
+        values = [node.meta.get("val") for node in [*self.recomputable, *self.streams]]
+        dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+        return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
 
     # --- what reads and writes
 

@@ -33,7 +33,14 @@ _NOTICED: set[str] = set()
 
 @torch.library.custom_op("retrograd::mark", mutates_args=())
 def mark(
-    new: Tensor, old: Tensor, undone: Tensor, update: int, plan: str, drift: str, edition: str
+    new: Tensor,
+    old: Tensor,
+    undone: Tensor,
+    update: int,
+    plan: str,
+    drift: str,
+    stream: str,
+    edition: str,
 ) -> Tensor:
     """`new`, marked as the value of a stream after an update."""
     if edition not in _NOTICED:
@@ -48,7 +55,14 @@ def mark(
 
 @mark.register_fake
 def _(
-    new: Tensor, old: Tensor, undone: Tensor, update: int, plan: str, drift: str, edition: str
+    new: Tensor,
+    old: Tensor,
+    undone: Tensor,
+    update: int,
+    plan: str,
+    drift: str,
+    stream: str,
+    edition: str,
 ) -> Tensor:
     return torch.empty_like(new)
 
@@ -69,7 +83,7 @@ def _remember_update(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return ordered(grad, [], ctx.update), *[None] * 6
+    return ordered(grad, [], ctx.update), *[None] * 7
 
 
 mark.register_autograd(_pass_gradient, setup_context=_remember_update)

@@ -71,12 +71,9 @@ class TracedPass(Pass):
         plan = self._plan_of(update)
         old, new = update.target, update.result
         undone = old if update.step.target_from == "kept" else self._undone(update)
-        update.result = tuple(
-            [
-                markers.mark(*leaves, self.index, plan, self.drift, self.edition)
-                for leaves in zip(new, old, undone)
-            ]
-        )
+        settings = (self.index, plan, self.drift, update.step.target, self.edition)
+        leaves = zip(new, old, undone)
+        update.result = tuple([markers.mark(*values, *settings) for values in leaves])
 
     def _undone(self, update: Application) -> tuple[Tensor, ...]:
         step = update.step
