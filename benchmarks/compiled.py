@@ -9,7 +9,8 @@ stack compiled whole. Beside them the stack in eager mode.
 - saved: bytes that forward leaves for backward, of the compiled graph
 - peak: the most bytes alive at any time, of torch's CPU allocator, without parameters and gradients
 - FLOPs: of the compiled graphs, as torch counts them; of the eager stack, of the step
-- compiling: seconds until the first step is over, without caches
+- kernels: how many Inductor generates for forward and backward: what compiling costs
+- compiling: seconds until the first step is over; kernels that an earlier one made are reused
 - time: the median of ratios to compiled plain, of steps run in turn
 
 Writes the table of docs/benchmarks.md, and docs/figures/compiled.jsonl. Rows that were not measured
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -30,8 +32,8 @@ import torch._dynamo
 from torch import fx, nn
 from torch._C._profiler import _EventType
 from torch._functorch import config as functorch_config
+from torch._inductor import metrics
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._inductor.utils import fresh_cache
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
@@ -177,25 +179,32 @@ def eager_flops(run: Callable[..., Any], x: torch.Tensor) -> int:
     return counter.get_total_flops()
 
 
-def measure(size_name: str, depth: int, budgets: list[float], rounds: int) -> list[dict[str, Any]]:
+def measure(
+    size_name: str, depth: int, budgets: list[float], rounds: int, ways: str
+) -> list[dict[str, Any]]:
     size = SIZES[size_name]
     x = torch.randn(size.batch, size.tokens, 2 * size.width).requires_grad_()
     rows, steps = [], {}
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 64  # all ways run the same code
     for name, (module, budget) in networks(size, depth, budgets).items():
+        if not re.search(ways, name):
+            continue
         Observed.graphs.clear()
+        metrics.reset()
         run = compiled(name, module)
         start = time.perf_counter()
-        with functorch_config.patch(activation_memory_budget=budget), fresh_cache():
+        with functorch_config.patch(activation_memory_budget=budget):
             step(run, x)
         compiling = time.perf_counter() - start
+        kernels = metrics.generated_kernel_count
         step(run, x)
         saved, flops = Observed.graphs[-1] if Observed.graphs else (None, None)  # type: ignore[misc]
         if name.endswith("eager"):
             flops, compiling = eager_flops(run, x), None
         row = {"size": size_name, "depth": depth, "way": name, "saved": saved, "flops": flops}
         row |= {"peak": peak_bytes(run, module, x), "compiling": compiling}
+        row["kernels"] = None if name.endswith("eager") else kernels
         rows.append(row)
         steps[name] = run
         print(row, flush=True)
@@ -218,17 +227,20 @@ def ratios(steps: dict[str, Callable[..., Any]], x: torch.Tensor, rounds: int) -
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| blocks | | saved, MiB | peak, MiB | FLOPs | time | compiling, s |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| blocks | | saved, MiB | peak, MiB | FLOPs | time | kernels | compiling, s |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     plain = {(row["size"], row["depth"]): row for row in rows if row["way"] == "plain"}
     for row in rows:
-        base = plain[row["size"], row["depth"]]
+        base = plain.get((row["size"], row["depth"]))
         saved = "–" if row["saved"] is None else f"{row['saved'] / MIB:.2f}"
-        flops = "–" if row["flops"] is None else f"{row['flops'] / base['flops']:.2f}"
+        is_relative = base is not None and row["flops"] is not None
+        flops = f"{row['flops'] / base['flops']:.2f}" if is_relative else "–"
+        taken = "–" if base is None else f"{row['time']:.2f}"
         compiling = "–" if row["compiling"] is None else f"{row['compiling']:.0f}"
+        kernels = "–" if row["kernels"] is None else str(row["kernels"])
         cells = [f"{row['depth']} {row['size']}", row["way"], saved, f"{row['peak'] / MIB:.2f}"]
-        cells += [flops, f"{row['time']:.2f}", compiling]
+        cells += [flops, taken, kernels, compiling]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -239,13 +251,14 @@ def main() -> None:
     parser.add_argument("--depths", default="4,16,64")
     parser.add_argument("--budgets", default="0.1,0.2,0.3,0.5,0.7,0.9")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ways", default="", help="a pattern: only ways with such a name")
     chosen = parser.parse_args()
     depths = list(map(int, chosen.depths.split(",")))
     budgets = [float(budget) for budget in chosen.budgets.split(",") if budget]
     known = [json.loads(line) for line in PATH.read_text().splitlines()] if PATH.exists() else []
     for size in chosen.sizes:
         for depth in depths:
-            rows = measure(size, depth, budgets, chosen.rounds)
+            rows = measure(size, depth, budgets, chosen.rounds, chosen.ways)
             known = [row for row in known if (row["size"], row["depth"]) != (size, depth)] + rows
             known.sort(key=lambda row: (list(SIZES).index(row["size"]), row["depth"]))
             PATH.write_text("".join(f"{json.dumps(row)}\n" for row in known))
