@@ -236,8 +236,10 @@ def test_a_compiled_step_that_calls_backward(memory):
 
 
 def test_fullgraph_says_what_to_do_instead():
-    model = torch.compile(Model(rg.Reverse()), backend="aot_eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"compile them with stack.compile\(\)"):
+    """Where a stack cannot be a part of the graph; where it can: `test_compile_whole.py`."""
+    stack = rg.ReversibleSequence([(zoo.Mix(4), zoo.Mix(4))] * 2, exact=True).double()
+    model = torch.compile(stack, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"functions with stack.compile\(\)"):
         model(batch())
     plain = torch.compile(Model(rg.Keep()), backend="aot_eager", fullgraph=True)
     assert plain(batch()).requires_grad

@@ -218,7 +218,8 @@ class Residual(Stack):
 
     def _blocks(self, value: Any, kwargs: dict[str, Any]) -> Blocks:
         steps = self._steps()
-        if steps != self._checked:  # the numbers of a rule may be assigned
+        # The numbers of a rule may be assigned. What is traced was checked before: `_prepare`.
+        if steps != self._checked and not torch.compiler.is_compiling():
             self._check(self.memory, self.precision)
             self._checked = steps
         has_two = self._has_two_streams()
@@ -236,6 +237,11 @@ class Residual(Stack):
             check_all_taken(kwargs, taken, program, "route=({!r},)")
         return on_grid([program], self.precision)
 
+    def _prepare(self) -> None:
+        steps = self._steps()
+        self._check(self.memory, self.precision)
+        self._layers(steps)
+
     def _layers(self, steps: Sequence[Coefficients]) -> list[Layer]:
         """What the updates call: the same object in every call, as long as a function stays."""
         kept: dict[Any, Layer] = self._cache.layers
@@ -250,7 +256,8 @@ class Residual(Stack):
                 layer = Layer(fn, *key[1:])
             layers[key] = layer
             found.append(layer)
-        self._cache.layers = layers
+        if not torch.compiler.is_compiling():  # a compiled graph would depend on the cache
+            self._cache.layers = layers
         return found
 
     # --- a list of functions

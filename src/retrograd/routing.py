@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
+from retrograd.compiling.seams import run_while_tracing
+
 Function = Callable[..., Any]
 Route = Mapping[str, "str | Sequence[str]"] | Sequence[Mapping[str, str]]
 
@@ -77,11 +79,15 @@ def _inspect(fn: Function, reads: int) -> Accepted:
 
 def by_signature(fn: Function, reads: int, given: Iterable[str]) -> dict[str, str]:
     """The arguments of the call that `fn` accepts, as a dict from its name to the caller's."""
-    given = list(given)
-    if not given:
-        return {}
+    given = tuple(given)
+    return {name: name for name in taken_by(fn, reads, given)} if given else {}
+
+
+@run_while_tracing
+def taken_by(fn: Function, reads: int, given: tuple[str, ...]) -> tuple[str, ...]:
+    """The names among `given` that `fn` accepts."""
     names, any_name = accepted(fn, reads)
-    return {name: name for name in given if any_name or name in names}
+    return tuple(name for name in given if any_name or name in names)
 
 
 def by_update(

@@ -173,7 +173,7 @@ class ReversibleSequence(Stack):
     def _blocks(self, value: Any, kwargs: dict[str, Any]) -> Blocks:
         """The updates of each block. Looked up in each call, because users replace modules."""
         functions = [fn for block in self.blocks for fn in (block.f, block.g)]
-        if kwargs:
+        if kwargs or torch.compiler.is_compiling():  # a compiled graph would depend on the cache
             return self._routed_blocks(functions, kwargs)
         cache = self._cache
         key = [*functions, self.coupling, self.precision]

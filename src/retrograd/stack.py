@@ -18,6 +18,15 @@ import torch
 from torch import nn
 
 from retrograd.budget import Budget
+from retrograd.compiling.obstacles import (
+    OTHER_TENSORS,
+    has_other_tensors,
+    limit_of,
+    obstacle_to_tracing,
+    plan_to_trace,
+    uses_regions,
+)
+from retrograd.compiling.tracing import TracedPass
 from retrograd.core.exact import DriftAction, Grid, Precision
 from retrograd.core.guard import Guard
 from retrograd.core.guards import guards_of_plain_pass
@@ -28,6 +37,7 @@ from retrograd.core.private import (
     are_transforms_active,
     break_graph,
     is_exporting,
+    never_compiled,
     pytree,
     without_compiler,
 )
@@ -143,6 +153,11 @@ class Stack(nn.Module):
         """The program of a call."""
         raise NotImplementedError
 
+    def _prepare(self) -> None:
+        """Check and make what does not depend on a call. The compiler does this before it traces
+        one.
+        """
+
     def _open(self, value: Any, name: str) -> dict[str, Any]:
         """The streams that an input, or an output, consists of."""
         raise NotImplementedError
@@ -157,20 +172,41 @@ class Stack(nn.Module):
 
     # --- a call
 
+    @never_compiled  # by itself: only as a part of what calls it. [Note: torch.compile]
     def forward(self, value: Any, /, **kwargs: Any) -> Any:
         memory = observed_memory(self, self.memory)
         if is_plain(memory):
             return self._plain(value, kwargs)
-        # [Note: torch.compile] Forward and recompute must call the same callable, compiled or not,
-        # or they save different tensors. A compiled model would compile the functions in forward,
-        # but not in backward, where the walk calls them. So a recorded call runs outside the
-        # compiler; functions that were compiled themselves stay compiled both times.
-        break_graph(
-            "retrograd runs a stack outside the compiler, because backward must run the functions "
-            "that forward ran: compile them with stack.compile(), and the model around them "
-            "without fullgraph=True."
-        )
+        # [Note: torch.compile] A compiled model has the equations of a stack in its graph, and
+        # `retrograd.compiling` lets backward rebuild the streams. Where that cannot be, a stack
+        # runs outside the compiler: forward and recompute must call the same callable, compiled or
+        # not, or they save different tensors. Then functions that were compiled themselves stay
+        # compiled both times. If the compiler breaks the graph inside of a stack, it comes here
+        # again with this function as its first one, and leaves it alone.
+        if torch.compiler.is_compiling():
+            obstacle = obstacle_to_tracing(self)
+            if obstacle is None and has_other_tensors(value):
+                obstacle = OTHER_TENSORS
+            if obstacle is None:
+                return self._traced(value, kwargs, memory)
+            break_graph(
+                f"retrograd runs a stack outside the compiler, because {obstacle}: compile its "
+                "functions with stack.compile(), and the model around them without fullgraph=True."
+            )
         return self._recorded(value, kwargs, memory)
+
+    def _traced(self, value: Any, kwargs: dict[str, Any], memory: MemoryMode) -> Any:
+        """A call inside of a compiled graph."""
+        blocks = self._blocks(value, kwargs)
+        program = flat(blocks)
+        targets = [step.target for step in program]
+        budget = limit_of(memory)
+        plan = plan_to_trace(memory, targets, budget)
+        streams = self._open(value, "the input")
+        run = TracedPass(
+            program, streams, kwargs, self.precision, plan, budget, regions=uses_regions()
+        )
+        return self._output(run, blocks)
 
     def _plain(self, value: Any, kwargs: dict[str, Any]) -> Any:
         """A call as plain autograd."""

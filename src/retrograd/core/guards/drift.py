@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from math import inf, isfinite
 from operator import sub
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,11 +148,35 @@ class Drift(Guard):
         end: Samples,
     ) -> None:
         epsilon = max(self.epsilon, torch.finfo(dtype).eps)
-        limit = min(epsilon**0.5, 0.03)
-        if now == then or (not self.is_exact and _is_close(now, then, limit)):
+        if now == then or (not self.is_exact and _is_close(now, then, limit_of(epsilon))):
             return  # nearly always
+        judge = Judge(place(self.program, index), self.drift, self.is_exact, self.notices)
+        judge(stream, dtype, epsilon, Values(now, then, all_then, end))
+
+
+class Values(NamedTuple):
+    """Samples of a stream, rebuilt and in forward; of all streams, there and where the walk
+    began.
+    """
+
+    now: Numbers
+    then: Numbers
+    all_then: Samples
+    end: Samples
+
+
+class Judge(NamedTuple):
+    """Says what it means that a rebuilt stream differs."""
+
+    where: str
+    drift: str
+    is_exact: bool
+    notices: Notices
+
+    def __call__(self, stream: str, dtype: torch.dtype, epsilon: float, values: Values) -> None:
+        now, then, all_then, end = values
         if lost_to_infinity(then, now) and is_masked(end):
-            raise errors.infinite_stream(place(self.program, index), stream)
+            raise errors.infinite_stream(self.where, stream)
         error = largest(abs(a - b) for a, b in zip(now, then))
         size = size_of(all_then)
         # Rounding errors are relative to the largest values on the way. What they cannot explain is
@@ -159,16 +184,20 @@ class Drift(Guard):
         largest_size = max(size, size_of(end))
         explained = epsilon**0.25 * largest_size
         # Some roundings of the largest values are always there, also where the input was zero.
+        limit = limit_of(epsilon)
         allowed = max(limit * size, 2 * torch.finfo(dtype).eps * largest_size)
-        where = place(self.program, index)
         if self.is_exact:
             if error:
-                raise errors.not_exact(where, stream, error)
+                raise errors.not_exact(self.where, stream, error)
         elif error > explained:
-            raise errors.wrong_arrival(where, stream, error, size, epsilon**0.25)
+            raise errors.wrong_arrival(self.where, stream, error, size, epsilon**0.25)
         elif error > allowed:
-            drifted = errors.drifted(where, stream, error / size if size else inf, limit)
+            drifted = errors.drifted(self.where, stream, error / size if size else inf, limit)
             report(drifted, self.drift, self.notices)
+
+
+def limit_of(epsilon: float) -> float:
+    return min(epsilon**0.5, 0.03)
 
 
 def size_of(sampled: Samples) -> float:
