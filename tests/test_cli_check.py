@@ -255,6 +255,10 @@ def test_stacks_are_planned_wherever_they_are(capsys):
     [
         (["my_networks:sound", "--memory", "lots"], "own, reverse, keep, anchor=16, or a budget"),
         (
+            ["my_networks:sound", "--memory", "9" * 500],
+            "own, reverse, keep, anchor=16, or a budget",
+        ),
+        (
             ["my_networks:sound", "--memory", "anchor=0"],
             "own, reverse, keep, anchor=16, or a budget",
         ),

@@ -6,6 +6,7 @@ plan that `retrograd.planner` makes from it.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -98,7 +99,7 @@ def _parse(limit: str, plain: int) -> int | None:
         return None
     number = float(match[1])
     unit = match[2].lower()
-    if number == 0:
+    if number == 0 or math.isinf(number):  # nothing, or more digits than a float has
         return None
     if unit == "%":
         return int(plain * number / 100)
