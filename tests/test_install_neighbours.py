@@ -35,7 +35,6 @@ def package(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-@pytest.mark.xfail(strict=False, reason="the search of `install` is being rewritten")
 def test_neighbours_are_not_imported_and_do_not_abort(package, tmp_path):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

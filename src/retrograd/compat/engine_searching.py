@@ -49,7 +49,7 @@ def engines_in(source: str) -> list[str]:
     """The names of the classes that are autograd functions and walk a list of blocks."""
     try:
         tree = ast.parse(source)
-    except SyntaxError:  # a template, or code for another Python
+    except (SyntaxError, ValueError, RecursionError):  # a template, or code for another Python
         return []
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef) and is_engine(node)]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType, ModuleType
@@ -193,11 +194,23 @@ def _import(package: str) -> None:
 def _functions(package: str) -> Iterator[tuple[ModuleType, str]]:
     """The package's autograd functions that walk a list of blocks; no other module is imported."""
     for module_name, names in engine_functions(sys.modules[package]):
-        module = importlib.import_module(module_name)
+        module = _imported(package, module_name)
+        if module is None:
+            continue
         for name in names:
             value = getattr(module, name, None)
             if isinstance(value, type) and issubclass(value, torch.autograd.Function):
                 yield module, name
+
+
+def _imported(package: str, name: str) -> ModuleType | None:
+    """A module of the package; None, with a warning, if it cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # whatever a module does when it runs
+        what = f"install({package!r}): {name} has an engine, too, but cannot be imported"
+        warnings.warn(f"{what} ({type(error).__name__}: {error}).", stacklevel=4)
+        return None
 
 
 def _replacements(
