@@ -18,7 +18,16 @@ from benchmarks.__main__ import main
 from retrograd.core.observe import Observer
 
 # Of the commands `python -m benchmarks` and `python -m benchmarks.gpu`.
-PARTS = {"__init__", "cases", "steps", "matrix", "gpu_measure", "gpu_table", "page"}
+PARTS = {
+    "__init__",
+    "cases",
+    "steps",
+    "matrix",
+    "gpu_measure",
+    "gpu_table",
+    "page",
+    "family_models",
+}
 COMMANDS = {path.stem for path in Path(overhead.__file__).parent.glob("*.py")} - PARTS
 
 

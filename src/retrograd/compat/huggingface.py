@@ -29,7 +29,6 @@ from retrograd.compat.pairs import UpdateSpec
 from retrograd.core.private import without_compiler
 
 HOME = "transformers.models.reformer.modeling_reformer"
-FUNCTION = f"{HOME}._ReversibleFunction"
 
 _here = threading.local()  # the hashes of the attention that runs in this thread
 

@@ -14,21 +14,18 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from retrograd.compat import huggingface
-from retrograd.compat.engine_calls import EngineCall
-from retrograd.compat.engine_searching import engine_functions
 from retrograd.compat.pairs import Engine
 from retrograd.core.exact import Grid
 from retrograd.core.memory import MemoryMode, Reverse
 from retrograd.stack import checked_memory
 
-# Autograd functions whose blocks return more than tensors.
-SPECIAL: dict[str, type[EngineCall]] = {huggingface.FUNCTION: huggingface.ReformerCall}
+if TYPE_CHECKING:  # what `install` needs is loaded when it is called
+    from retrograd.compat.engine_calls import EngineCall
 
 # Packages that have another kind of engine, and the page that shows how their networks move.
 PAGES = {
@@ -161,6 +158,8 @@ def uninstall(package: str) -> None:
 def engines_of(model: nn.Module) -> dict[str, Engine]:
     """The engines of a model's blocks, by the path of the module that runs them."""
     found: dict[str, Engine] = {}
+    if not _installations:
+        return found
     for path, module in model.named_modules():
         lists = [part for part in module.children() if isinstance(part, nn.ModuleList)]
         blocks = [block for part in lists for block in part]
@@ -172,6 +171,8 @@ def engines_of(model: nn.Module) -> dict[str, Engine]:
 
 def _call_in(forward: Any) -> EngineCall | None:
     """The replaced autograd function that a method uses."""
+    from retrograd.compat.engine_calls import EngineCall
+
     for name in getattr(getattr(forward, "__code__", None), "co_names", ()):
         value = forward.__globals__.get(name)
         holder: Any = value.__self__ if type(value) is MethodType else value
@@ -193,6 +194,8 @@ def _import(package: str) -> None:
 
 def _functions(package: str) -> Iterator[tuple[ModuleType, str]]:
     """The package's autograd functions that walk a list of blocks; no other module is imported."""
+    from retrograd.compat.engine_searching import engine_functions
+
     for module_name, names in engine_functions(sys.modules[package]):
         module = _imported(package, module_name)
         if module is None:
@@ -218,8 +221,7 @@ def _replacements(
 ) -> Iterator[Replacement]:
     """All names that refer to an autograd function, or to its `apply`."""
     theirs = getattr(module, name)
-    make = SPECIAL.get(f"{module.__name__}.{name}", EngineCall)
-    ours = make(theirs, settings)
+    ours = _engine_call(theirs, settings)
     for holder, alias in _references(lambda value: value is theirs):
         yield Replacement(holder, alias, theirs, ours)
     apply = ours.apply
@@ -227,6 +229,14 @@ def _replacements(
         yield Replacement(holder, alias, getattr(holder, alias), apply)
     for holder, attribute, value in ours.others():
         yield Replacement(holder, attribute, getattr(holder, attribute), value)
+
+
+def _engine_call(theirs: type[torch.autograd.Function], settings: Mapping[str, Any]) -> EngineCall:
+    from retrograd.compat import engine_calls, huggingface
+
+    if theirs.__module__ == huggingface.HOME:  # its layers return more than tensors
+        return huggingface.ReformerCall(theirs, settings)
+    return engine_calls.EngineCall(theirs, settings)
 
 
 def _is_apply_of(value: object, theirs: type) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograd as rg
-from retrograd.compat.pairs import Engine, UpdateSpec
+from retrograd.compat.pairs import Engine, UpdateSpec, run_halves
 
 
 class ScaleShift(rg.Coupling):
@@ -163,12 +163,9 @@ def couplings_of(fn: nn.Module) -> list[PairCoupling]:
     return couplings if len(couplings) == len(parts) and is_one_program else []
 
 
-def run_couplings(engine: Engine, couplings: list[PairCoupling], x: Tensor) -> Any:
-    halves = rg.Split(couplings[0].split_dim)
-    x1, x2 = halves.split(x)
+def run_couplings(engine: Engine, couplings: list[PairCoupling], x: Tensor) -> Tensor:
     updates = [update for each in couplings for update in each.updates()]
-    streams = engine(updates, {"x1": x1, "x2": x2}, {})
-    return halves.join(streams["x1"], streams["x2"])
+    return run_halves(engine, updates, x, couplings[0].split_dim)
 
 
 def undo_couplings(couplings: list[PairCoupling], y: Tensor) -> Any:

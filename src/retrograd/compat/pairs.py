@@ -123,6 +123,14 @@ class Engine:
         return built[1]
 
 
+def run_halves(engine: Engine, updates: list[UpdateSpec], x: Tensor, dim: int) -> Tensor:
+    """Run updates of `x1` and `x2`, the halves of a tensor along a dimension."""
+    halves = rg.Split(dim)
+    x1, x2 = halves.split(x)
+    streams = engine(updates, {"x1": x1, "x2": x2}, {})
+    return halves.join(streams["x1"], streams["x2"])
+
+
 class Engines:
     """The engines of an installed package: one for each list of blocks.
 

@@ -16,12 +16,11 @@ gradients.
 from __future__ import annotations
 
 import itertools
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 
-import retrograd as rg
-from retrograd.compat.pairs import Engine, UpdateSpec
+from retrograd.compat.pairs import Engine, UpdateSpec, run_halves
 
 
 class ReversibleBlock(nn.Module):
@@ -46,7 +45,7 @@ class ReversibleBlock(nn.Module):
         ]
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_blocks(self.engine, [self], x)
+        return run_halves(self.engine, self.updates(), x, self.split_along_dim)
 
 
 class ReversibleSequence(nn.Module):
@@ -68,8 +67,9 @@ class ReversibleSequence(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         blocks = cast("list[ReversibleBlock]", list(self.reversible_blocks))
         parts = itertools.groupby(blocks, lambda block: block.split_along_dim)
-        for number, (_, part) in enumerate(parts):
-            x = run_blocks(self._engine(number), list(part), x)
+        for number, (dim, part) in enumerate(parts):
+            updates = [update for block in part for update in block.updates()]
+            x = run_halves(self._engine(number), updates, x, dim)
         return x
 
     def _engine(self, number: int) -> Engine:
@@ -79,11 +79,3 @@ class ReversibleSequence(nn.Module):
         engine = self._engines.setdefault(number, Engine())
         engine.memory, engine.exact = self.engine.memory, self.engine.exact
         return engine
-
-
-def run_blocks(engine: Engine, blocks: list[ReversibleBlock], x: Tensor) -> Any:
-    halves = rg.Split(blocks[0].split_along_dim)
-    x1, x2 = halves.split(x)
-    updates = [update for block in blocks for update in block.updates()]
-    streams = engine(updates, {"x1": x1, "x2": x2}, {})
-    return halves.join(streams["x1"], streams["x2"])
