@@ -149,3 +149,52 @@ def least_in_first_step(stack, x):
     stack.memory = rg.Budget(2**40)
     fix = str(error.value).split('rg.Budget("')[1].split('"')[0]
     return rg.Budget(fix).bytes_of(0)
+
+
+def test_plans_of_tensors_without_values():
+    with torch.device("meta"):
+        stack = rg.ReversibleSequence(
+            [(Attention(64, 4), FeedForward(64)) for _ in range(8)],
+            streams=rg.Split(),
+            memory="50%",
+        )
+        x = torch.empty(2, 64, 128)
+    plan = stack.plan(x)
+    assert plan.floor < plan.peak <= plan.plain / 2
+    assert len(rg.plan(nn.Sequential(stack), x).rows) == 16
+
+
+def test_without_a_backward_the_plan_is_a_bound():
+    """A backward for some gradients only, or one that is differentiated, measures nothing."""
+    stack = rg.ReversibleSequence([(FeedForward(32), FeedForward(32)) for _ in range(3)])
+    stack.memory = rg.Budget("100%")
+    x = torch.randn(64, 32, requires_grad=True)
+    torch.autograd.grad(stack(x).square().sum(), x, create_graph=True)
+    (profile,) = stack._cache.profiles.values()
+    assert not profile.is_measured
+    assert not any(update.measured for update in profile.updates)
+
+
+def test_a_backward_that_fails_is_not_measured():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("no")
+
+    fail = [True]
+    function = nn.Linear(32, 32)
+    stack = rg.ReversibleSequence(
+        [(lambda x: Fails.apply(function(x)) if fail[0] else function(x), FeedForward(32))] * 3
+    )
+    stack.memory = rg.Budget("100%")
+    x = torch.randn(8, 32, requires_grad=True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no"):
+            stack(x).sum().backward()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    fail[0] = False
+    stack(x).sum().backward()

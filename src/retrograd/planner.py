@@ -130,7 +130,12 @@ def levels(update: UpdateProfile, may_rerun: bool = False) -> list[Level]:
     before it.
     """
     hull: list[Level] = []
-    found = all_levels(update, may_rerun)
+    # What autograd saved is bought last: operations and outputs leave finer steps.
+    found = [
+        level
+        for level in all_levels(update, may_rerun)
+        if level.choice is None or not level.choice.saved
+    ]
     for level in sorted(found, key=lambda level: (level.bytes, level.seconds)):
         if hull and level.seconds >= hull[-1].seconds:
             continue
