@@ -87,10 +87,7 @@ def level_of(update: UpdateProfile, choice: Choice, state_bytes: int = 0) -> Lev
     """The level that keeps `choice`. `state_bytes`: of all streams."""
     if choice.saved and not update.coupling_saves:
         return _whole(update, choice)
-    operations = update.operations
-    is_kept = update.target_bytes is not None
-    if (choice.output or choice.streams or is_kept) and not update.coupling_saves:
-        operations = rerun(update)
+    operations = recomputed(update, choice)
     chosen = [o for o in operations if (o.name, o.number) in choice.operations]
     seconds = sum(operation.seconds for operation in operations)
     if choice.operations:
@@ -111,6 +108,23 @@ def level_of(update: UpdateProfile, choice: Choice, state_bytes: int = 0) -> Lev
     )
 
 
+def recomputed(update: UpdateProfile, choice: Choice) -> list[Operation]:
+    """The operations in a recompute of an update; those that `choice` keeps are among them."""
+    is_kept = update.target_bytes is not None
+    if (choice.output or choice.streams or is_kept) and not update.coupling_saves:
+        return rerun(update)
+    return update.operations
+
+
+def recompute_flops(update: UpdateProfile, choice: Choice | None) -> int:
+    """The FLOPs that run once more for an update. None: everything is kept."""
+    if choice is None or (choice.saved and not update.coupling_saves):
+        return 0
+    again = recomputed(update, choice)
+    total = sum(o.flops for o in again if (o.name, o.number) not in choice.operations)
+    return total + choice.rerun * sum(operation.flops for operation in update.operations)
+
+
 def _whole(update: UpdateProfile, choice: Choice) -> Level:
     """The level that keeps what autograd saved."""
     kept = update.whole_bytes if choice.output else update.saved_bytes
@@ -123,19 +137,16 @@ def rerun(update: UpdateProfile) -> list[Operation]:
     return [o for o in update.operations if o.saves_before < update.saved_by_fn]
 
 
-def levels(update: UpdateProfile, may_rerun: bool = False) -> list[Level]:
+def levels(update: UpdateProfile, may_rerun: bool = False, saved_last: bool = False) -> list[Level]:
     """The levels below `everything` that are worth their bytes, in the order of bytes.
 
     These are the lower convex hull of bytes and seconds: each saves less time per byte than the one
-    before it.
+    before it. `saved_last`: without what autograd saved, which is left to fill the room.
     """
     hull: list[Level] = []
-    # What autograd saved is bought last: operations and outputs leave finer steps.
-    found = [
-        level
-        for level in all_levels(update, may_rerun)
-        if level.choice is None or not level.choice.saved
-    ]
+    found = all_levels(update, may_rerun)
+    if saved_last:
+        found = [level for level in found if level.choice is None or not level.choice.saved]
     for level in sorted(found, key=lambda level: (level.bytes, level.seconds)):
         if hull and level.seconds >= hull[-1].seconds:
             continue
@@ -261,9 +272,23 @@ def best_plans(
         peak = max(bases, default=0)
         if peak <= limit:
             room = [limit - base for base in bases]
-            return _Purchase(profile, room, distances).run(given), peak
+            return _faster_purchase(profile, room, distances, given), peak
         floor = peak if floor is None else min(floor, peak)
     return None, floor or 0
+
+
+def _faster_purchase(
+    profile: Profile, room: Sequence[int], distances: Sequence[int], given: Sequence[Plan]
+) -> list[Plan]:
+    """The plan of two greedy choices that needs fewer FLOPs.
+
+    What autograd saved of an update saves much time, in a large step. Bought by its rank, it may
+    leave room that nothing fits; bought last, it may come too late.
+    """
+    purchases = [_Purchase(profile, room, distances, saved_last) for saved_last in (False, True)]
+    plans = [purchase.run(given) for purchase in purchases]
+    first, last = (purchase.flops() for purchase in purchases)
+    return plans[0] if first <= last else plans[1]
 
 
 def least_peak(profile: Profile, needs: Sequence[int]) -> int:
@@ -307,11 +332,17 @@ class _Purchase:
     more is kept.
     """
 
-    def __init__(self, profile: Profile, room: Sequence[int], distances: Sequence[int]) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        room: Sequence[int],
+        distances: Sequence[int],
+        saved_last: bool = False,
+    ) -> None:
         self.updates = profile.updates
         self.room = list(room)
         pairs = zip(self.updates, distances)
-        self.options = [levels(update, may_rerun=distance > 0) for update, distance in pairs]
+        self.options = [levels(update, distance > 0, saved_last) for update, distance in pairs]
         self.chosen = [options[0] for options in self.options]
         self.starts = [0, *itertools.accumulate(profile.lengths)]  # of each call, and the end
         places = profile.places()
@@ -332,6 +363,14 @@ class _Purchase:
         self._take_offers()
         self._fill(range(self.starts[len(given)], len(self.updates)))
         return [*given, *map(self._plan, range(len(given), len(self.cuts)))]
+
+    def flops(self) -> int:
+        """The FLOPs of all recomputes."""
+        return sum(
+            recompute_flops(update, level.choice)
+            for index, (update, level) in enumerate(zip(self.updates, self.chosen))
+            if index < self.cuts[self.call_of[index]]
+        )
 
     def _take_offers(self) -> None:
         while self.offers:

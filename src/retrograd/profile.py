@@ -81,6 +81,7 @@ class Operation(NamedTuple):
     parameters: frozenset[int] = frozenset()  # that of the parameters it reads, likewise
     arguments: Arguments | None = None  # while it is measured
     is_saved: bool = False  # autograd saves all of its results anyway
+    flops: int = 0
 
 
 @dataclass
@@ -429,6 +430,7 @@ class OperationRecorder(LiveBytes):
                 storages=frozenset(map(self._identity, outputs)),
                 parameters=self.parameter_storages.intersection(map(storage_of, inputs)),
                 arguments=self._arguments(func, args, kwargs) if allocated else None,
+                flops=flops or 0,
             )
         )
         return result
