@@ -49,6 +49,7 @@ import retrograd as rg
 from benchmarks.cases import Attention, FeedForward, Plain
 from benchmarks.drift import FIGURES
 from benchmarks.page import write_table
+from retrograd.compiling.budgets import size_of
 from retrograd.compiling.seams import min_cut
 
 MIB = 2**20
@@ -98,7 +99,7 @@ class Observed(CustomPartitionerFn):
 def saved_bytes(forward: fx.GraphModule, outputs: int) -> int:
     returned: Any = forward.graph.find_nodes(op="output")[0].args[0]
     values = [node.meta["val"] for node in returned[outputs:] if node.op != "placeholder"]
-    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    return sum(size_of(value) for value in values if isinstance(value, torch.Tensor))
 
 
 def graph_flops(gm: fx.GraphModule) -> int:

@@ -197,16 +197,8 @@ def other_sizes(way: Way, scene: Scene) -> Any:
     return found
 
 
-def two_calls(way: Way, scene: Scene) -> Any:
-    """Two forwards before a backward."""
-    model = Model(scene.contestant)
-    run = way(model, "aot_eager")
-    (networks.loss(run, 0) + networks.loss(run, 1)).backward()
-    return networks.gradients(model)
-
-
-def plainly(function: Callable[..., Any], scene: Scene) -> Any:
-    return function(not_at_all, dataclasses.replace(scene, contestant="plain"))
+def plain_sizes(scene: Scene) -> Any:
+    return other_sizes(not_at_all, dataclasses.replace(scene, contestant="plain"))
 
 
 WHOLE = "the whole model, `fullgraph=True`"
@@ -225,7 +217,6 @@ ROWS.add(
 OPTIONS: dict[str, dict[str, Any]] = {
     "BatchNorm's statistics": {"layer": Normalized},
     "a frozen stack with adapters": {"layer": Adapted, "frozen": True},
-    "weights shared between blocks": {"shared": True},
 }
 for title, options in OPTIONS.items():
     ROWS.add(
@@ -233,12 +224,8 @@ for title, options in OPTIONS.items():
         functools.partial(train_with, options, whole_graph),
         functools.partial(plain_with, options),
     )
-for title, function in {
-    "batches of several sizes": other_sizes,
-    "two forwards before a backward": two_calls,
-}.items():
-    ROWS.add(
-        f"{WHOLE}, {title}",
-        functools.partial(function, whole_graph),
-        functools.partial(plainly, function),
-    )
+ROWS.add(
+    f"{WHOLE}, batches of several sizes",
+    functools.partial(other_sizes, whole_graph),
+    plain_sizes,
+)
