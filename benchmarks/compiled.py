@@ -195,7 +195,7 @@ def measure(
         metrics.reset()
         run = compiled(name, module)
         start = time.perf_counter()
-        with functorch_config.patch(activation_memory_budget=budget):
+        with functorch_config.patch(activation_memory_budget=budget, enable_autograd_cache=False):
             step(run, x)
         compiling = time.perf_counter() - start
         kernels = metrics.generated_kernel_count
@@ -235,7 +235,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         base = plain.get((row["size"], row["depth"]))
         saved = "–" if row["saved"] is None else f"{row['saved'] / MIB:.2f}"
-        is_relative = base is not None and row["flops"] is not None
+        is_relative = base is not None and None not in (row["flops"], base["flops"])
         flops = f"{row['flops'] / base['flops']:.2f}" if is_relative else "–"
         taken = "–" if base is None else f"{row['time']:.2f}"
         compiling = "–" if row["compiling"] is None else f"{row['compiling']:.0f}"
