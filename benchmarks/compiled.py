@@ -170,7 +170,7 @@ def compiled(name: str, module: nn.Module) -> Callable[..., Any]:
     if name.endswith("`stack.compile()`"):
         module.compile()
         return module
-    options = {"custom_partitioner_fn": Observed()}
+    options: Any = {"custom_partitioner_fn": Observed()}
     return torch.compile(module, fullgraph=True, dynamic=False, options=options)
 
 
@@ -235,8 +235,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         base = plain.get((row["size"], row["depth"]))
         saved = "–" if row["saved"] is None else f"{row['saved'] / MIB:.2f}"
-        is_relative = base is not None and None not in (row["flops"], base["flops"])
-        flops = f"{row['flops'] / base['flops']:.2f}" if is_relative else "–"
+        of_plain = None if base is None else base["flops"]
+        flops = f"{row['flops'] / of_plain:.2f}" if of_plain and row["flops"] else "–"
         taken = "–" if base is None else f"{row['time']:.2f}"
         compiling = "–" if row["compiling"] is None else f"{row['compiling']:.0f}"
         kernels = "–" if row["kernels"] is None else str(row["kernels"])
