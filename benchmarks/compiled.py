@@ -49,6 +49,7 @@ import retrograd as rg
 from benchmarks.cases import Attention, FeedForward, Plain
 from benchmarks.drift import FIGURES
 from benchmarks.page import write_table
+from retrograd.compiling.budgets import size_of
 from retrograd.compiling.seams import min_cut
 
 MIB = 2**20
@@ -98,7 +99,7 @@ class Observed(CustomPartitionerFn):
 def saved_bytes(forward: fx.GraphModule, outputs: int) -> int:
     returned: Any = forward.graph.find_nodes(op="output")[0].args[0]
     values = [node.meta["val"] for node in returned[outputs:] if node.op != "placeholder"]
-    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    return sum(size_of(value) for value in values if isinstance(value, torch.Tensor))
 
 
 def graph_flops(gm: fx.GraphModule) -> int:
@@ -169,7 +170,7 @@ def compiled(name: str, module: nn.Module) -> Callable[..., Any]:
     if name.endswith("`stack.compile()`"):
         module.compile()
         return module
-    options = {"custom_partitioner_fn": Observed()}
+    options: Any = {"custom_partitioner_fn": Observed()}
     return torch.compile(module, fullgraph=True, dynamic=False, options=options)
 
 
@@ -194,7 +195,7 @@ def measure(
         metrics.reset()
         run = compiled(name, module)
         start = time.perf_counter()
-        with functorch_config.patch(activation_memory_budget=budget):
+        with functorch_config.patch(activation_memory_budget=budget, enable_autograd_cache=False):
             step(run, x)
         compiling = time.perf_counter() - start
         kernels = metrics.generated_kernel_count
@@ -234,8 +235,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         base = plain.get((row["size"], row["depth"]))
         saved = "–" if row["saved"] is None else f"{row['saved'] / MIB:.2f}"
-        is_relative = base is not None and row["flops"] is not None
-        flops = f"{row['flops'] / base['flops']:.2f}" if is_relative else "–"
+        of_plain = None if base is None else base["flops"]
+        flops = f"{row['flops'] / of_plain:.2f}" if of_plain and row["flops"] else "–"
         taken = "–" if base is None else f"{row['time']:.2f}"
         compiling = "–" if row["compiling"] is None else f"{row['compiling']:.0f}"
         kernels = "–" if row["kernels"] is None else str(row["kernels"])

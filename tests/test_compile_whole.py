@@ -465,15 +465,18 @@ OBSTACLES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", OBSTACLES)
-def test_obstacles_are_named(name, reports):
+def test_obstacles_are_named(name, reports, caplog):
     build, why = OBSTACLES[name]
     model = model_of(build)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=why):
         whole(model)(batch())
     torch._dynamo.reset()
     x, plain = batch(), keeping(model)
-    y = torch.compile(model, backend="aot_eager")(x)
+    seams._say_once.cache_clear()
+    with caplog.at_level("WARNING", logger="retrograd"):
+        y = torch.compile(model, backend="aot_eager")(x)
     assert zoo.worst(zoo.gradients(model, y, x), zoo.gradients(plain, plain(x), x)) < 1e-9
+    assert any(why in record.message for record in caplog.records)
     assert not reports
 
 

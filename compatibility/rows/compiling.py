@@ -5,13 +5,12 @@ The backend is aot_eager, which traces as inductor does.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
@@ -148,97 +147,6 @@ ROWS.add(
     functools.partial(one_block, False),
 )
 ROWS.add("f and g, by inductor", functools.partial(train, functions, "inductor"), plain)
-
-
-class Normalized(Layer):
-    """A layer with running statistics."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__(dropout)
-        self.statistics = nn.BatchNorm1d(networks.WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.statistics(x.flatten(0, 1)).view_as(x))
-
-
-class Adapted(Layer):
-    """A frozen layer with a low-rank adapter."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__(dropout)
-        self.requires_grad_(False)
-        self.adapter = nn.Sequential(nn.Linear(networks.WIDTH, 2), nn.Linear(2, networks.WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.adapter(x)
-
-
-def train_with(options: dict[str, Any], way: Way, scene: Scene) -> Any:
-    """Two steps, and the buffers after them."""
-    model = Model(scene.contestant, **options)
-    found = networks.steps(way(model, "aot_eager"), model, STEPS)
-    buffers = [list(fn.buffers()) for fn in model.functions]
-    return found | {"buffers": {str(i): list(map(torch.clone, b)) for i, b in enumerate(buffers)}}
-
-
-def plain_with(options: dict[str, Any], scene: Scene) -> Any:
-    return train_with(options, not_at_all, dataclasses.replace(scene, contestant="plain"))
-
-
-def other_sizes(way: Way, scene: Scene) -> Any:
-    """Batches of several sizes, with dynamic shapes from the second size on."""
-    model = Model(scene.contestant)
-    run = way(model, "aot_eager")
-    found = {}
-    for size in (4, 3, 2):
-        tokens, targets = networks.batch()
-        nn.functional.mse_loss(run(tokens[:size]), targets[:size]).backward()
-        found[f"batch of {size}"] = networks.gradients(model)
-    return found
-
-
-def two_calls(way: Way, scene: Scene) -> Any:
-    """Two forwards before a backward."""
-    model = Model(scene.contestant)
-    run = way(model, "aot_eager")
-    (networks.loss(run, 0) + networks.loss(run, 1)).backward()
-    return networks.gradients(model)
-
-
-def plainly(function: Callable[..., Any], scene: Scene) -> Any:
-    return function(not_at_all, dataclasses.replace(scene, contestant="plain"))
-
-
-WHOLE = "the whole model, `fullgraph=True`"
-ROWS.add(WHOLE, functools.partial(train, whole_graph, "aot_eager"), plain)
 ROWS.add(
-    f"{WHOLE}, with dropout",
-    functools.partial(drop, whole_graph),
-    functools.partial(drop, not_at_all),
+    "the whole model, `fullgraph=True`", functools.partial(train, whole_graph, "aot_eager"), plain
 )
-ROWS.add(
-    f"{WHOLE}, under autocast",
-    functools.partial(autocast, whole_graph),
-    functools.partial(autocast, not_at_all),
-    limit=4 * EPS,
-)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "BatchNorm's statistics": {"layer": Normalized},
-    "a frozen stack with adapters": {"layer": Adapted, "frozen": True},
-    "weights shared between blocks": {"shared": True},
-}
-for title, options in OPTIONS.items():
-    ROWS.add(
-        f"{WHOLE}, {title}",
-        functools.partial(train_with, options, whole_graph),
-        functools.partial(plain_with, options),
-    )
-for title, function in {
-    "batches of several sizes": other_sizes,
-    "two forwards before a backward": two_calls,
-}.items():
-    ROWS.add(
-        f"{WHOLE}, {title}",
-        functools.partial(function, whole_graph),
-        functools.partial(plainly, function),
-    )

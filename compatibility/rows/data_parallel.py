@@ -59,12 +59,6 @@ def train(
     return networks.steps(DistributedDataParallel(model, **ddp), model, STEPS, scene.rank)
 
 
-def train_compiled(scene: Scene) -> Any:
-    model = Model(scene.contestant)
-    compiled = torch.compile(DistributedDataParallel(model), backend="aot_eager")
-    return networks.steps(compiled, model, STEPS, scene.rank)
-
-
 def alone(options: dict[str, Any], scene: Scene) -> Any:
     return networks.steps(Model("plain", **options), count=STEPS)
 
@@ -90,14 +84,6 @@ for title, (ddp, options) in SETUPS.items():
 ROWS.add(
     "`stack.compile()` before",
     functools.partial(train, {}, {}, compiled=True),
-    functools.partial(alone, {}),
-    processes=2,
-)
-
-
-ROWS.add(
-    "`torch.compile` of the DDP model",
-    train_compiled,
     functools.partial(alone, {}),
     processes=2,
 )

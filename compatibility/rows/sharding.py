@@ -104,17 +104,6 @@ ROWS.add(
 )
 
 
-def train_compiled(scene: Scene) -> Any:
-    model = Model(scene.contestant)
-    shard([*model.functions, model])
-    optimizer = optimizer_of(model)
-    model.compile(backend="aot_eager")
-    return train_steps(model, optimizer, range(STEPS), scene.rank)
-
-
-ROWS.add("`torch.compile` of the sharded model", train_compiled, alone, processes=2)
-
-
 def mixed(choose: Callable[[Model], list[nn.Module]], scene: Scene) -> Any:
     """bfloat16 in f and g."""
     model = Model(scene.contestant, dtype=torch.float32)

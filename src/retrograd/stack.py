@@ -26,6 +26,7 @@ from retrograd.compiling.obstacles import (
     plan_to_trace,
     uses_regions,
 )
+from retrograd.compiling.seams import TOO_OLD, say
 from retrograd.compiling.tracing import TracedPass
 from retrograd.core.exact import DriftAction, Grid, Precision
 from retrograd.core.guard import Guard
@@ -184,11 +185,12 @@ class Stack(nn.Module):
         # compiled both times. If the compiler breaks the graph inside of a stack, it comes here
         # again with this function as its first one, and leaves it alone.
         if torch.compiler.is_compiling():
-            obstacle = obstacle_to_tracing(self)
+            obstacle = TOO_OLD or obstacle_to_tracing(self)
             if obstacle is None and has_other_tensors(value):
                 obstacle = OTHER_TENSORS
             if obstacle is None:
                 return self._traced(value, kwargs, memory)
+            say(obstacle)
             break_graph(
                 f"retrograd runs a stack outside the compiler, because {obstacle}: compile its "
                 "functions with stack.compile(), and the model around them without fullgraph=True."

@@ -16,6 +16,7 @@ runs outside the compiler, as before: `ready` says why.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.fx.traceback
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -35,9 +37,20 @@ log = logging.getLogger("retrograd")
 
 OLDEST = (2, 13)  # that has all of the names
 
+# Why no stack is a part of a graph, on a torch that is too old.
+TOO_OLD = (
+    f"torch {VERSION[0]}.{VERSION[1]} has no place for retrograd's pass (2.13 has)"
+    if VERSION < OLDEST
+    else None
+)
+
 INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 BACKWARD_ONLY = "must_be_in_backward"
 GRAPH_COMPILE = "torch._functorch._aot_autograd.graph_compile"
+
+
+# Names nodes of a graph while they are traced. Torch 2.9 does not have it.
+annotate: Any = getattr(torch.fx.traceback, "annotate", contextlib.nullcontext)
 
 
 def run_while_tracing(fn: Any) -> Any:
@@ -47,6 +60,17 @@ def run_while_tracing(fn: Any) -> Any:
     """
     fn._dynamo_marked_constant = True
     return fn
+
+
+@run_while_tracing
+def say(obstacle: str) -> None:
+    """Log once why stacks run outside the compiler."""
+    _say_once(obstacle)
+
+
+@functools.cache
+def _say_once(obstacle: str) -> None:
+    log.warning("a stack runs outside the compiler, because %s.", obstacle)
 
 
 @run_while_tracing
@@ -74,14 +98,7 @@ def _hash_of_sources() -> str:
 
 @functools.cache
 def _install() -> str | None:
-    if VERSION < OLDEST:
-        missing = f"torch {VERSION[0]}.{VERSION[1]} has no place for retrograd's pass"
-    else:
-        missing = _wrap_partitioning()
-    if missing is not None:
-        needed = f"{OLDEST[0]}.{OLDEST[1]}"
-        log.info("%s, so stacks run outside the compiler. Torch %s has it.", missing, needed)
-    return missing
+    return _wrap_partitioning()
 
 
 def _wrap_partitioning() -> str | None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.traceback import annotate
 
 from retrograd.compiling import markers, seams
 from retrograd.compiling.kinds import is_region, may_be_region
@@ -54,7 +53,7 @@ class TracedPass(Pass):
         self.to_save: list[str] = []  # streams whose next earlier value is saved
 
     def update(self, step: Step) -> None:
-        with annotate({INSIDE: "update"}):
+        with seams.annotate({INSIDE: "update"}):
             self._apply(step, self._couple)
         self.index += 1
 
