@@ -130,7 +130,10 @@ def tensorboard(folder: Path, done: int) -> Callable[[metrics.Metrics], None]:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return lambda taken: None
-    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+    try:
+        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+    except UnicodeEncodeError:  # it takes no names that are not UTF-8
+        return lambda taken: None
 
     def write(taken: metrics.Metrics) -> None:
         for name, value in taken.items():

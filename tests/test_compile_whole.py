@@ -402,7 +402,7 @@ def test_keep_leaves_the_graph_alone(reports):
 def test_anchors_are_saved(reports):
     for memory in (rg.Reverse(), rg.Anchor(2), rg.Anchor(1)):
         torch._dynamo.reset()
-        whole(model_of(functools.partial(pairs, 4, memory=memory)))(batch(64))
+        whole(model_of(functools.partial(pairs, 4, memory=memory, drift="ignore")))(batch(64))
     none, two, one = [sum(tensor.nbytes for tensor in saved) for _, saved, _ in reports]
     stream = batch(64).nbytes
     assert two - none == 2 * stream

@@ -633,16 +633,20 @@ def test_every_page_is_there():
         assert (folder / page).exists(), page
 
 
-@pytest.mark.parametrize("place", ["__init__", "broken"])
-def test_an_import_that_fails_passes_its_error_through(place, shelf):
-    """As it is; the module that was fine is left alone, too."""
+def test_a_package_that_cannot_be_imported_passes_its_error_through(shelf):
     broken = f"raise OSError('a library is missing')\n{SOURCE}"
-    shelf("failing", {"a_good_one": SOURCE, place: broken})
+    shelf("failing", {"a_good_one": SOURCE, "__init__": broken})
     for _ in range(2):
         with pytest.raises(OSError, match="^a library is missing$"):
             rg.compat.install("failing")
-    if place == "broken":
-        assert isinstance(sys.modules["failing.a_good_one"].Engine, type)
+
+
+def test_a_module_that_cannot_be_imported_is_passed_over(shelf):
+    broken = f"raise OSError('a library is missing')\n{SOURCE}"
+    shelf("failing", {"a_good_one": SOURCE, "broken": broken})
+    with pytest.warns(UserWarning, match=r"failing\.broken .*\(OSError: a library is missing")):
+        report = rg.compat.install("failing")
+    assert [each.module for each in report] == ["failing.a_good_one"]
 
 
 # --- finding engines in source

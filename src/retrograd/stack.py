@@ -27,7 +27,6 @@ from retrograd.compiling.obstacles import (
     uses_regions,
 )
 from retrograd.compiling.seams import TOO_OLD, say
-from retrograd.compiling.tracing import TracedPass
 from retrograd.core.exact import DriftAction, Grid, Precision
 from retrograd.core.guard import Guard
 from retrograd.core.guards import guards_of_plain_pass
@@ -199,6 +198,8 @@ class Stack(nn.Module):
 
     def _traced(self, value: Any, kwargs: dict[str, Any], memory: MemoryMode) -> Any:
         """A call inside of a compiled graph."""
+        from retrograd.compiling.tracing import TracedPass  # it registers operators
+
         blocks = self._blocks(value, kwargs)
         program = flat(blocks)
         targets = [step.target for step in program]
