@@ -43,7 +43,7 @@ RULES: dict[str, Any] = {
 }
 LAYERS, HALVES = "layers", "halves"
 RULES_OF_HALVES = ["`Blend(1/4)`", "`Midpoint(1)`", "`Bdia(0.25)`"]
-TITLES = {LAYERS: "layers as they are", HALVES: "attention and feed-forward apart"}
+TITLES = {LAYERS: "", HALVES: ", halves"}
 
 
 # --- models
@@ -191,7 +191,7 @@ def run(seed: int, size: str, options: Any) -> Iterator[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = ["network", "rule", "before fine-tuning", "after", "each seed, after"]
+    head = ["layers x width", "rule", "before", "after", "each seed, after"]
     lines = [f"| {' | '.join(head)} |", "| --- | --- | ---: | ---: | ---: |"]
     for size in SIZES:
         for name in RULES:
@@ -205,14 +205,15 @@ def line(rows: list[dict[str, Any]], size: str, name: str, kind: str) -> list[st
     chosen = [r for r in rows if (r["size"], r["rule"], r["kind"]) == (size, name, kind)]
     if not chosen:
         return []
-    network = f"{size}, {TITLES[kind]}"
+    depth, width, _ = SIZES[size]
+    network = f"{depth} x {width}"
     if name == PLAIN:
         means = [sum(r[when] for r in chosen) / len(chosen) for when in ("before", "after")]
-        return [f"| {size} | {name} | {means[0]:.3f} | {means[1]:.3f} | |"]
+        return [f"| {network} | {name} | {means[0]:.3f} | {means[1]:.3f} | |"]
     before = [change(rows, row, "before") for row in chosen]
     after = [change(rows, row, "after") for row in chosen]
     each = ", ".join(percent(value) for value in after)
-    return [f"| {network} | {name} | {percent(mean(before))} | {percent(mean(after))} | {each} |"]
+    return [f"| {network} | {name}{TITLES[kind]} | {percent(mean(before))} | {percent(mean(after))} | {each} |"]
 
 
 def change(rows: list[dict[str, Any]], row: dict[str, Any], when: str) -> float:
@@ -228,7 +229,7 @@ def mean(values: list[float]) -> float:
 
 
 def percent(value: float) -> str:
-    return f"{100 * value:+.2f} %"
+    return f"{100 * value:+.2f}%"
 
 
 def stored() -> list[dict[str, Any]]:
