@@ -43,7 +43,7 @@ RULES: dict[str, Any] = {
 }
 LAYERS, HALVES = "layers", "halves"
 RULES_OF_HALVES = ["`Blend(1/4)`", "`Midpoint(1)`", "`Bdia(0.25)`"]
-TITLES = {LAYERS: "layers as they are", HALVES: "attention and feed-forward apart"}
+TITLES = {LAYERS: "", HALVES: ", halves"}
 
 
 # --- models
@@ -191,28 +191,30 @@ def run(seed: int, size: str, options: Any) -> Iterator[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = ["network", "rule", "before fine-tuning", "after", "each seed, after"]
-    lines = [f"| {' | '.join(head)} |", "| --- | --- | ---: | ---: | ---: |"]
-    for size in SIZES:
-        for name in RULES:
-            for kind in (LAYERS, HALVES):
-                lines += line(rows, size, name, kind)
+    """A row for each rule, the sizes side by side."""
+    titles = [
+        f"{depth} x {width}: before | after | each seed" for depth, width, _ in SIZES.values()
+    ]
+    lines = [f"| layers x width | {' | '.join(titles)} |", f"| --- |{' ---: |' * 3 * len(SIZES)}"]
+    for name in RULES:
+        for kind in (LAYERS, HALVES):
+            cells = [cell(rows, size, name, kind) for size in SIZES]
+            if all(cells):
+                lines.append(f"| {name}{TITLES[kind]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def line(rows: list[dict[str, Any]], size: str, name: str, kind: str) -> list[str]:
-    """One row: the mean over seeds, against the plain network of the same seed."""
+def cell(rows: list[dict[str, Any]], size: str, name: str, kind: str) -> str:
+    """The mean over seeds, against the plain network of the same seed."""
     chosen = [r for r in rows if (r["size"], r["rule"], r["kind"]) == (size, name, kind)]
     if not chosen:
-        return []
-    network = f"{size}, {TITLES[kind]}"
+        return ""
     if name == PLAIN:
         means = [sum(r[when] for r in chosen) / len(chosen) for when in ("before", "after")]
-        return [f"| {size} | {name} | {means[0]:.3f} | {means[1]:.3f} | |"]
+        return f"{means[0]:.3f} | {means[1]:.3f} | "
     before = [change(rows, row, "before") for row in chosen]
     after = [change(rows, row, "after") for row in chosen]
-    each = ", ".join(percent(value) for value in after)
-    return [f"| {network} | {name} | {percent(mean(before))} | {percent(mean(after))} | {each} |"]
+    return f"{percent(mean(before))} | {percent(mean(after))} | {', '.join(map(percent, after))}"
 
 
 def change(rows: list[dict[str, Any]], row: dict[str, Any], when: str) -> float:
@@ -228,7 +230,7 @@ def mean(values: list[float]) -> float:
 
 
 def percent(value: float) -> str:
-    return f"{100 * value:+.2f} %"
+    return f"{100 * value:+.2f}%"
 
 
 def stored() -> list[dict[str, Any]]:

@@ -225,17 +225,23 @@ def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def table(rows: list[Row]) -> str:
     lines = [
         "| package | shape | own gradients | with retrograd | activations, KiB: plain | own | "
-        "retrograd | keys | random state | buffers |",
-        "| --- | --- | --- | --- | ---: | ---: | ---: | --- | --- | --- |",
+        "retrograd | state |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | --- |",
     ]
     for each in rows:
         version = f"{each.name.partition(',')[0]} {each.version}"
         named = version + each.name[len(each.name.partition(",")[0]) :]
-        same = [each.same_keys, each.same_random, each.same_buffers]
         cells = [named, each.shape, judged(each.own), judged(each.ours), *map(kib, each.bytes)]
-        cells += ["equal" if value else "**differ**" for value in same]
+        cells.append(differing(each))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def differing(row: Row) -> str:
+    """Which of the state that a step leaves is not that of plain autograd."""
+    same = {"keys": row.same_keys, "random": row.same_random, "buffers": row.same_buffers}
+    names = [name for name, equal in same.items() if not equal]
+    return f"**differ**: {', '.join(names)}" if names else "equal"
 
 
 def judged(value: float | str) -> str:

@@ -7,6 +7,13 @@ measures bytes (by the allocator) and tokens per second against plain autograd, 
 the peers that are installed, at 9, 24 and 48 layers. Writes a JSON file, anew after each section,
 and prints a table for docs/benchmarks.md. A section that fails is recorded, and the rest runs.
 
+The precision is bfloat16 autocast, and float16 on GPUs that emulate bfloat16. TF32 is off. The
+peers' backward is called inside autocast, because they recompute in the precision in which it is
+called; retrograd's is called outside. memcnn turns autocast off on a GPU, and runs in float32.
+Bytes are the allocator's peak in a step, less what was there before and the gradients. Tokens per
+second are from the median of 10 interleaved steps, with the device waited for. Gradients are
+compared with deterministic kernels: 0 means equal to the bit.
+
 `gpu_measure` has the measurements, `gpu_table` the table.
 """
 
