@@ -33,7 +33,7 @@ WIDTH = 4
 @pytest.fixture(autouse=True)
 def reports() -> Iterator[list[Any]]:
     """What the pass did, for each graph with a stack."""
-    from torch._inductor import config as inductor_config
+    from torch._functorch import config as functorch_config
 
     torch._dynamo.reset()
     found: list[Any] = []
@@ -45,7 +45,7 @@ def reports() -> Iterator[list[Any]]:
         found.append((report, [v for v in values if isinstance(v, Tensor)], backward))
 
     partition.observers.append(observe)
-    with inductor_config.patch(force_disable_caches=True):  # a cached graph needs no pass
+    with functorch_config.patch(enable_autograd_cache=False):  # a cached graph needs no pass
         yield found
     partition.observers.remove(observe)
     torch._dynamo.reset()

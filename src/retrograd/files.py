@@ -11,7 +11,6 @@ import contextlib
 import errno
 import io
 import os
-import secrets
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -97,7 +96,7 @@ def _is_replaceable(path: Path) -> bool:
 
 def _replace(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.parent / PART.replace("*", secrets.token_hex(8))
+    part = path.parent / PART.replace("*", os.urandom(8).hex())
     try:
         with open(part, "xb") as file:  # "x": neither an old file nor a link is ever opened
             file.write(data)
