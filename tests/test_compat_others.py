@@ -241,6 +241,22 @@ def test_group_add_rev(groups, mask_width):
     torch.testing.assert_close(layers[0].inverse(layers[0](X, edges, *args), edges, *args), X)
 
 
+@pytest.mark.parametrize("groups", [2, 4])
+def test_group_add_rev_is_that_of_pyg(groups):
+    if importlib.util.find_spec("torch_geometric") is None:
+        pytest.skip("PyTorch Geometric is not installed")
+    original = load("torch_geometric.nn.models.rev_gnn").GroupAddRev
+    edges = torch.randint(0, 5, (2, 9))
+    width = 8 // groups
+    theirs = original(Conv(width, width), num_groups=groups).double()
+    ours = torch_geometric.GroupAddRev(Conv(width, width), num_groups=groups).double()
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    expected = outcome(theirs, X, lambda x: theirs(x, edges))
+    found = outcome(ours, X, lambda x: ours(x, edges))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_group_add_rev_arguments():
     layer = torch_geometric.GroupAddRev(nn.ModuleList([Conv(4, 4), Conv(4, 4)]))
     assert layer.num_groups == 2
