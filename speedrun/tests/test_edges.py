@@ -24,6 +24,7 @@ from speedrun import checkpoints, folders, metrics
 from speedrun.__main__ import main
 from speedrun.ranks import with_rank
 from speedrun.settings import Settings
+from speedrun.tests.test_train import in_the_foreground
 from speedrun.text import Piece, Text, fingerprint, read_text
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +61,7 @@ def start(arguments, **options):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("environment", {})}
     command = [sys.executable, "-m", "speedrun", *map(str, arguments)]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    options = {"preexec_fn": in_the_foreground, **options}
     return subprocess.Popen(command, cwd=ROOT, env=environment, **options)
 
 

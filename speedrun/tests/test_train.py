@@ -46,7 +46,16 @@ def command(*arguments, processes=1):
 def start(command, **options):
     """A process in the root of the repository, where `python -m speedrun` works."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options = {"preexec_fn": in_the_foreground, **options}
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **options)
+
+
+def in_the_foreground():
+    """The background jobs of a script inherit ignored signals, and the trainer goes on ignoring
+    them.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def run_to_end(command):
@@ -286,7 +295,10 @@ def test_an_interrupt_saves_and_says_how_to_go_on(data, tmp_path, number):
     while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text()):
         time.sleep(0.01)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    try:
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     steps = len(curve(run))
     assert f"interrupted after step {steps}, and saved. Go on with: " in errors
