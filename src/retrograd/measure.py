@@ -28,7 +28,7 @@ from retrograd.core.guard import Guard
 from retrograd.core.observe import Observer
 from retrograd.core.private import DispatchMode
 from retrograd.core.program import Application, Program, Step
-from retrograd.core.streams import flatten
+from retrograd.core.streams import tensors_in
 from retrograd.core.tensors import storage_of
 from retrograd.core.walk import is_recomputing
 from retrograd.html_tables import html_table
@@ -71,13 +71,13 @@ class LiveBytes(DispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         new = {}
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             if tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._sizes:
                     new[storage._cdata] = storage
         if new:
-            inputs = {storage_of(tensor) for tensor in _tensors((args, kwargs))}
+            inputs = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
             for address, storage in new.items():
                 # A view of a tensor from before, or one edited in place, takes no new memory.
                 self._add(storage, 0 if address in inputs else storage.nbytes())
@@ -94,10 +94,6 @@ class LiveBytes(DispatchMode):
     def _remove(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
         del self._watches[key]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def activation_bytes(step: Callable[[], Any], leaves: Iterable[Tensor]) -> int:

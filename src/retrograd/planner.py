@@ -272,12 +272,12 @@ def best_plans(
         peak = max(bases, default=0)
         if peak <= limit:
             room = [limit - base for base in bases]
-            return _faster_purchase(profile, room, distances, given), peak
+            return _better_plans(profile, room, distances, given), peak
         floor = peak if floor is None else min(floor, peak)
     return None, floor or 0
 
 
-def _faster_purchase(
+def _better_plans(
     profile: Profile, room: Sequence[int], distances: Sequence[int], given: Sequence[Plan]
 ) -> list[Plan]:
     """The plan of two greedy choices that needs fewer FLOPs.

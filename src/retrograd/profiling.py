@@ -23,7 +23,7 @@ from retrograd.core.guards.autocast import autocast_state
 from retrograd.core.memory import Call, MemoryMode, Plan, plan_of
 from retrograd.core.private import PassiveMode, run_in_mode, surrounding_hooks
 from retrograd.core.program import Application, Program
-from retrograd.core.streams import State, flatten
+from retrograd.core.streams import State, flatten, tensors_in
 from retrograd.core.structure import StackCache, Structure
 from retrograd.core.tape import functions_of, number_of_processes
 from retrograd.core.tensors import distinct_bytes, nbytes, shapes_of
@@ -79,7 +79,7 @@ class Profiling(Guard):
             if measured.target_bytes is not None:
                 self.backward.add(update.target)
             outputs = [out for outs in update.output for out in outs]
-            given = [*update.inputs, *_tensors(flatten(update.arguments)[0])]
+            given = [*update.inputs, *tensors_in(update.arguments)]
             self.backward.follow(
                 update.index, [*update.result, *outputs], given, self._parameters(update)
             )
@@ -97,11 +97,7 @@ class Profiling(Guard):
     def add_output(self, output: Any) -> None:
         """What the call returns: callers may hold it while backward runs."""
         if self.backward is not None:
-            self.backward.add(_tensors(flatten(output)[0]))
-
-
-def _tensors(leaves: list[Any]) -> list[Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            self.backward.add(tensors_in(output))
 
 
 class RaiseNow(Guard):

@@ -25,7 +25,7 @@ from retrograd.checking.crawl import PLAIN_TYPES, crawl
 from retrograd.checking.fingerprints import Change, Fingerprint, changes_between, fingerprints
 from retrograd.checking.generators import unreplayed_states
 from retrograd.core.guards.arguments import OTHER
-from retrograd.core.streams import flatten
+from retrograd.core.streams import tensors_in
 from retrograd.core.updates import WithAux
 
 Given = tuple[Sequence[Any], dict[str, Any]]  # all arguments: what it reads, and by keyword
@@ -181,7 +181,7 @@ def _difference(a: Tensor, b: Tensor) -> tuple[float, float]:
 def _tensors(value: object) -> list[Tensor]:
     """The tensors in a pytree; for a `WithAux`, those of its aux too."""
     tree = (value.output, value.aux) if isinstance(value, WithAux) else value
-    return [leaf.detach() for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
+    return [tensor.detach() for tensor in tensors_in(tree)]
 
 
 def _copies(value: object) -> list[Tensor]:

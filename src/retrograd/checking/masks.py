@@ -14,7 +14,7 @@ from torch import Tensor
 
 from retrograd.checking.compare import is_real_valued
 from retrograd.core.private import DispatchMode
-from retrograd.core.streams import flatten
+from retrograd.core.streams import flatten, tensors_in
 
 
 class Mask(NamedTuple):
@@ -89,7 +89,7 @@ def _is_real(tensor: Tensor) -> bool:
 
 def _decisions(result: Any) -> list[Tensor]:
     """The masks and indices among what an operation returned."""
-    leaves = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+    leaves = tensors_in(result)
     return [leaf.detach() for leaf in leaves if not is_real_valued(leaf) and not leaf.is_meta]
 
 

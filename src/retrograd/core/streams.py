@@ -33,6 +33,11 @@ def flatten(value: Any) -> tuple[list[Any], Spec]:
     return pytree.tree_flatten(value)
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The leaves of `value` that are tensors."""
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
 def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
     return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 

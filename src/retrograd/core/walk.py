@@ -547,7 +547,14 @@ class Recompute:
     """One update, run again."""
 
     __slots__ = (
-        *("forward_hooks", "hooks", "index", "pins", "record", "step", "stops_early", "walk"),
+        "forward_hooks",
+        "hooks",
+        "index",
+        "pins",
+        "record",
+        "step",
+        "stops_early",
+        "walk",
     )
 
     outer = None  # what the function pins is its own: see `pin.Box`
@@ -824,8 +831,8 @@ class Rerun:
             recompute = Recompute(walk, index, None)
             update = recompute.application()
             update.target = tuple(map(leaf_view, target, walk.records[index].needs_grad))
-            push_hooks(_drop, _drop)
             box = boxes.current
+            push_hooks(_drop, _drop)
             try:
                 kept = walk.records[index].output
                 if kept is None:

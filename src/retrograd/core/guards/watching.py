@@ -21,7 +21,7 @@ from retrograd.core.guards.versions import ParameterVersions
 from retrograd.core.guards.written import WrittenTensors
 from retrograd.core.private import PassiveMode, is_compiled, run_in_mode
 from retrograd.core.program import Application
-from retrograd.core.streams import State, flatten
+from retrograd.core.streams import State, flatten, tensors_in
 from retrograd.core.structure import FunctionState, Structure
 from retrograd.core.tensors import local, storage_bytes, storage_of
 from retrograd.core.watch import Known, Usage, Watch
@@ -143,7 +143,7 @@ def own_weights(function: FunctionState, weights: list[Tensor]) -> list[Tensor]:
 
 def known_to(function: FunctionState, update: Application) -> Known:
     usage = function.usage
-    arguments = [leaf for leaf in flatten(update.arguments)[0] if isinstance(leaf, Tensor)]
+    arguments = tensors_in(update.arguments)
     reads = [leaf for read in update.reads for leaf in flatten(read)[0]]
     known = [*function.parameters, *usage.weights, *update.inputs, *reads, *arguments]
     return Known(
