@@ -207,7 +207,7 @@ class Stack(nn.Module):
         plan = plan_to_trace(memory, targets, budget)
         streams = self._open(value, "the input")
         run = TracedPass(
-            self, program, streams, kwargs, self.precision, plan, budget, regions=uses_regions()
+            program, streams, kwargs, self.precision, plan, budget, regions=uses_regions()
         )
         return self._output(run, blocks)
 

@@ -2,8 +2,8 @@
 
 The compiler cannot break a graph inside of a region, and a region must return new tensors. So the
 first function of a kind is traced as a part of the graph. If that went well, later ones of the same
-kind are regions. Functions are of one kind if stacks of the same settings run the same code with
-modules and parameters of the same types and shapes.
+kind are regions. Functions are of one kind if the same code runs with modules and parameters of the
+same types and shapes.
 """
 
 from __future__ import annotations
@@ -20,39 +20,28 @@ _known: set[Kind] = set()
 
 
 @run_while_tracing
-def is_region(stack: Any, name: str) -> bool:
-    """Whether a function of a stack is traced as a region."""
-    # By its name: the compiler guards the identity of objects that it passes to this function, and
-    # would then trace the region of each block for itself.
-    fn = _find(stack, name)
-    return fn is not None and kind_of(stack, fn) in _known
+def is_region(fn: Any) -> bool:
+    """Whether a function is traced as a region."""
+    return isinstance(fn, nn.Module) and kind_of(fn) in _known
 
 
 @run_while_tracing
-def may_be_region(stack: Any, name: str) -> bool:
+def may_be_region(fn: Any) -> bool:
     """Remember that a function was traced without trouble."""
-    fn = _find(stack, name)
     # A function without parameters may return a view of its input. One that has buffers may write
     # them. Inner stacks are graphs of their own.
-    if fn is None or not any(True for _ in fn.parameters()):
+    if not isinstance(fn, nn.Module) or not any(True for _ in fn.parameters()):
         return False
     if any(True for _ in fn.buffers()) or any(map(_is_stack, fn.modules())):
         return False
-    _known.add(kind_of(stack, fn))
+    _known.add(kind_of(fn))
     return True
 
 
-def _find(stack: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return stack.get_submodule(name)
-    except AttributeError:  # no module
-        return None
-
-
-def kind_of(stack: nn.Module, fn: nn.Module) -> Kind:
+def kind_of(fn: nn.Module) -> Kind:
     modules = tuple((type(module), module.training) for module in fn.modules())
     shapes = tuple((p.shape, p.dtype, p.requires_grad) for p in fn.parameters())
-    return (type(stack), stack.extra_repr(), *modules, *shapes)
+    return (*modules, *shapes)
 
 
 def _is_stack(module: nn.Module) -> bool:

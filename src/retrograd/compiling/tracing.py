@@ -36,7 +36,6 @@ class TracedPass(Pass):
 
     def __init__(
         self,
-        stack: Any,
         program: Program,
         streams: dict[str, Any],
         keywords: dict[str, Any],
@@ -46,7 +45,6 @@ class TracedPass(Pass):
         regions: bool,
     ) -> None:
         super().__init__(program, streams, keywords, precision)
-        self.stack = stack
         self.regions = regions
         self.plan = plan
         self.budget = budget
@@ -61,14 +59,14 @@ class TracedPass(Pass):
 
     def _application(self, step: Step) -> Application:
         update = super()._application(step)
-        if self.regions and is_region(self.stack, step.name):
+        if self.regions and is_region(step.fn):
             update.step = step._replace(fn=functools.partial(seams.in_region, step.fn))
         return update
 
     def _couple(self, update: Application) -> None:
         couple(update)
         if self.regions and is_simple(update):
-            may_be_region(self.stack, update.step.name)
+            may_be_region(self.program[update.index].fn)
         plan = self._plan_of(update)
         old, new = update.target, update.result
         undone = old if update.step.target_from == "kept" else self._undone(update)
