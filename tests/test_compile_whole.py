@@ -532,3 +532,68 @@ def test_inductor(reports):
         expected = zoo.gradients(plain, plain(x), x)
         assert zoo.worst(zoo.gradients(model, compiled(x), x), expected) < 1e-5
     assert reports[0][0].rebuilt == 4
+
+
+class Varied(nn.Module):
+    """A function whose code is the same for each object, but not what the code does."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale, self.act, self.powers = 0.5, torch.tanh, [1, 2]
+        self.table = torch.linspace(-1, 1, WIDTH, dtype=torch.float64)
+        self.drop = nn.Dropout(0.0)
+        self.last: nn.Module | None = None
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.drop(self.act(self.linear(x))) * self.scale + self.table
+        if self.last is not None:
+            out = self.last(out)
+        return sum(out**power for power in self.powers)
+
+
+def varied() -> list[Callable[[], nn.Module]]:
+    """Functions that differ from `Varied()` in one thing each."""
+
+    def hooked() -> nn.Module:
+        fn = Varied()
+        fn.linear.register_forward_hook(lambda module, args, out: out * 3)
+        return fn
+
+    def frozen() -> nn.Module:
+        fn = Varied()
+        fn.linear.weight.requires_grad_(False)
+        return fn
+
+    def other_forward() -> nn.Module:
+        fn = Varied()
+        fn.linear.forward = lambda x: x.cos()
+        return fn
+
+    return [
+        Varied,
+        lambda: Varied(scale=0.25),
+        lambda: Varied(act=torch.sin),
+        lambda: Varied(powers=[1, 3]),
+        lambda: Varied(table=torch.ones(WIDTH, dtype=torch.float64)),
+        lambda: Varied(last=nn.Linear(WIDTH, WIDTH)),
+        lambda: Varied(linear=nn.Linear(WIDTH, WIDTH, bias=False)),
+        lambda: Varied(drop=nn.Dropout(1.0)),
+        hooked,
+        frozen,
+        other_forward,
+    ]
+
+
+def test_functions_that_differ_are_not_one_region(reports):
+    torch.manual_seed(1)
+    shared = Varied()
+    blocks = [(build(), build()) for build in varied()]  # the second of a kind is a region
+    blocks += [(shared, Varied()), (Varied(), shared)]
+    model = Between(rg.ReversibleSequence(blocks)).double()
+    plain, x = keeping(model), batch(8)
+    expected = zoo.gradients(plain, plain(x), x)
+    assert zoo.worst(zoo.gradients(model, whole(model, "inductor")(x), x), expected) < 1e-9
+    assert [report.rebuilt for report, *_ in reports] == [2 * len(blocks) - 2]

@@ -110,7 +110,7 @@ def _wrap_partitioning() -> str | None:
     except (ImportError, AttributeError) as error:
         return f"torch {torch.__version__} has changed ({error})"
     global _region
-    _region = torch.compiler.nested_compile_region(_call, max_reuse_entries=1_000_000)
+    _region = torch.compiler.nested_compile_region(_call)
     module._partition_joint_graph_into_fw_bw = split
     module.collect_bw_donated_buffer_idxs = donate
     return None
@@ -171,11 +171,20 @@ _region: Any = None
 
 
 def in_region(fn: Any, *args: Any, **kwargs: Any) -> Any:
-    return _region(fn, *args, **kwargs)
+    return _region(TracedEachTime, fn, *args, **kwargs)
 
 
-def _call(fn: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(marker: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
     return fn(*args, **kwargs)
+
+
+class TracedEachTime:
+    """An argument that lets torch trace a region for each call, and then merge equal graphs.
+
+    Torch 2.13 would take the graph of another call, if the guards of that one hold here. They miss
+    hooks, methods of one object, and tied weights: silently wrong results. Torch does so only if it
+    knows the types of all arguments.
+    """
 
 
 def is_of_inductor(split: Any) -> bool:
