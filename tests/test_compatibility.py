@@ -15,6 +15,7 @@ from compatibility.__main__ import merged
 from compatibility.networks import ON_DEVICE, OURS, SHOWN
 from compatibility.rows import ROWS
 from compatibility.verdict import EQUAL, NOT_RUN, RAISED, WRONG, Row, judge
+from retrograd.compiling.seams import OLDEST as OLDEST_WHOLE
 from retrograd.core.torch_version import VERSION
 from tests import device, planted, processes
 
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.distributed
 # first, which gloo cannot. Both without retrograd, too.
 PIPELINES_RUN = (2, 10) <= VERSION < (2, 15)
 PIPELINES = ("gpipe", "1f1b", "a-pipeline-cut-by--torch-distributed-pipelining-pipeline")
+WHOLE = "`fullgraph=True`"  # a stack is a part of the graph
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS = page.read(DOCS / "figures" / "compatibility.jsonl")
 # Compiling takes seconds: on the device, tests run these rows only, and `make compatibility` all.
@@ -65,6 +67,11 @@ def check(row: Row, on_device: bool = False) -> None:
 def test_retrograd(row):
     if "pipeline" in row.title and not processes.PIPELINES_WORK:
         pytest.skip(processes.NO_PIPELINES)
+    if row.title.endswith(WHOLE) and VERSION < OLDEST_WHOLE:
+        outcome = runner.run(row, "retrograd")
+        assert outcome["verdict"] == RAISED
+        assert "no place for retrograd's pass" in outcome["detail"]
+        return
     check(row)
 
 
