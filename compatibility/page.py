@@ -94,7 +94,7 @@ def _differing(results: list[Result]) -> dict[str, list[Result]]:
 
 
 def _list(results: list[Result]) -> list[str]:
-    """Rows that are not equal for everyone: who is wrong and who raises. Rows alike are one line."""
+    """Who is wrong and who raises, of rows not equal for everyone. Rows alike are one line."""
     titles: dict[str, list[str]] = {}
     for title, row in _differing(results).items():
         names = {v: [_short(r["contestant"]) for r in row if r["verdict"] == v] for v in FAILED}
