@@ -48,8 +48,7 @@ class FlowBlock(nn.Module):
 
     def forward(self, x):
         (y,), log_det = self.block((x,))
-        log_det = torch.as_tensor(log_det, dtype=x.dtype, device=x.device)
-        return rg.WithAux(y, log_det.expand(len(x)))
+        return rg.WithAux(y, torch.as_tensor(log_det).to(x).expand(len(x)))
 
     def inverse(self, y):
         return self.block((y,), rev=True)[0][0]
@@ -59,8 +58,9 @@ class Flow(nn.Module):
     def __init__(self, blocks):
         super().__init__()
         parts = [FlowBlock(block) for block in blocks]
-        updates = [rg.Transform("x", part, inverse=part.inverse) for part in parts]
-        self.program = rg.Reversible(updates)
+        self.program = rg.Reversible(
+            rg.Transform("x", part, inverse=part.inverse) for part in parts
+        )
 
     def forward(self, x):
         streams, log_dets = self.program({"x": x})
