@@ -1,6 +1,4 @@
-"""The ViT of mmpretrain and SlowFast, FrEIA and RevCol as programs of updates, to copy
-(docs/migrate/other-libraries.md).
-"""
+"""The ViT of mmpretrain and SlowFast, FrEIA, RevCol: to copy (docs/migrate/other-libraries.md)."""
 
 import torch
 from torch import nn
