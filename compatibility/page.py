@@ -20,7 +20,7 @@ Result = dict[str, Any]  # group, title, contestant, version, verdict, detail, n
 PACKAGES = {"checkpoint": "torch", ON_DEVICE: "retrograd"}
 HEADINGS = {"checkpoint": "`torch.utils.checkpoint`"}
 SHORT = {"reformer-pytorch": "reformer", ON_DEVICE: "retrograd on the device"}
-EXPLAINED = ("retrograd", "checkpoint")
+NOTED = ("retrograd", "checkpoint")
 FAILED = (WRONG, RAISED)
 CELLS = {EQUAL: "equal", WRONG: "**wrong**", RAISED: "raised", NOT_RUN: "–"}
 INTRODUCTION = """\
@@ -43,9 +43,9 @@ one call per block; revtorch and memcnn with the options that replay dropout.
 the device.
 """
 WHOLE_TABLE = """\
-Below are the {differing} uses that are not equal for everyone. Every row and every reason are in
-[compatibility.jsonl](figures/compatibility.jsonl). How to use each tool: [tools](tools.md),
-[several processes](distributed.md).
+Below are the {differing} uses that are not equal for everyone.
+[compatibility.jsonl](figures/compatibility.jsonl) has every row and every reason. How to use each
+tool: [tools](tools.md), [several processes](distributed.md).
 
 <!-- the whole table -->
 """
@@ -80,7 +80,6 @@ def render(results: list[Result]) -> str:
     for group, members in groups.items():
         if _differing(members) or any(r["note"] for r in members):
             lines += [f"## {group}", "", *_list(members), *_notes(members), ""]
-    lines += ["## Reasons", "", *_reasons(results)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -143,19 +142,8 @@ def _by_title(results: list[Result]) -> dict[str, list[Result]]:
 
 def _notes(results: list[Result]) -> list[str]:
     """Notes that rows of ours have besides their verdicts, below the list of a group."""
-    noted = [r for r in results if r["note"] and r["contestant"] in EXPLAINED]
+    noted = [r for r in results if r["note"] and r["contestant"] in NOTED]
     return [f"- {_heading(r['contestant'])}: {r['note']}" for r in noted]
-
-
-def _reasons(results: list[Result]) -> list[str]:
-    """Why a row is not equal, for those whose users read this page. Rows alike are one line."""
-    titles: dict[tuple[str, str], list[str]] = {}
-    for name in EXPLAINED:
-        for r in results:
-            if r["contestant"] == name and r["verdict"] != EQUAL:
-                why = f"{r['verdict']}. {r['detail']}"
-                titles.setdefault((f"{_short(name)}, {r['group']}", why), []).append(r["title"])
-    return [f"- {row}: {'; '.join(alike)}: {why}" for (row, why), alike in titles.items()]
 
 
 def brief(detail: str) -> str:
