@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.cases import SIZES, Size
 from benchmarks.steps import measure
 from retrograd.files import write_whole
-from retrograd.line_labels import GAP, LineLabel, label_lines
+from retrograd.line_labels import LineLabel, label_lines
 
 MIB = 2**20
 SHOWN = SIZES["shown"]
@@ -101,6 +101,11 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
         draw_on(axes, rows, shape)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
+        handles, labels = axes.get_legend_handles_labels()
+        if handles:
+            figure.legend(
+                handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8
+            )
         figure.savefig(folder / name, metadata={"Date": None})
         paths.append(folder / name)
     return paths
@@ -145,17 +150,7 @@ def _draw_frontier(axes: Any, rows: list[Row], shape: str) -> None:
     }
     on_line = [name for name in points if name in ("plain", "retrograd") or name.endswith("%")]
     axes.plot(*zip(*sorted(points[name] for name in on_line)), color="gray", linewidth=1)
-    labels = []
     for name, point in points.items():
-        (marker,) = axes.plot(*point, "o" if name in on_line else "x")
-        text = name.removeprefix("retrograd, ") if name.endswith("%") else name
-        labels.append(LineLabel(*point, text, marker.get_color()))
+        axes.plot(*point, "o" if name in on_line else "x", label=name)
     axes.set_title(f"Time against memory ({deepest} blocks, {shape})")
     axes.set(xlabel="MiB", ylabel="time of a step, plain = 1", xscale="log")
-    least, most = min(label.x for label in labels), max(label.x for label in labels)
-    axes.set_xlim(least / 4, 2 * most)  # room for names
-    crowd = [label._replace(x=least) for label in labels if label.x < 1.5 * least]
-    label_lines(axes, crowd, rise=-GAP * len(crowd) / 2, left=True, fontsize=8, va="center")
-    for label in labels:
-        if label.x >= 1.5 * least:
-            label_lines(axes, [label], fontsize=8)

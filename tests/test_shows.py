@@ -102,8 +102,3 @@ def test_names_beside_lines_do_not_overlap():
     assert all(b - a >= line_labels.GAP - 1e-9 for a, b in itertools.pairwise(heights))
     assert heights[-1] > 0.9  # where its line ends
     assert [text.get_color() for text in axes.texts] == [label.colour for label in labels]
-    ends = [text.get_position()[0] for text in axes.texts]
-    line_labels.label_lines(axes, labels, left=True)
-    mirrored = axes.texts[len(labels) :]
-    assert all(text.get_position()[0] < end for text, end in zip(mirrored, ends))
-    assert {text.get_horizontalalignment() for text in mirrored} == {"right"}

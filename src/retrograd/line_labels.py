@@ -20,11 +20,9 @@ class LineLabel(NamedTuple):
     colour: Any
 
 
-def label_lines(
-    axes: Axes, labels: Sequence[LineLabel], rise: float = 0.01, left: bool = False, **style: Any
-) -> None:
-    """Write each label to the right (or to the left) of its point, `rise` above it; those that
-    would overlap are moved up.
+def label_lines(axes: Axes, labels: Sequence[LineLabel], rise: float = 0.01, **style: Any) -> None:
+    """Write each label to the right of its point, `rise` above it; those that would overlap are
+    moved up.
     """
     from matplotlib.patheffects import withStroke
 
@@ -38,7 +36,5 @@ def label_lines(
         below = y + GAP * (1 + label.text.count("\n"))
         halo = [withStroke(linewidth=3, foreground="white")]  # where a line passes under the text
         options = {"va": "bottom", "color": label.colour, "path_effects": halo, **style}
-        options["ha"] = "right" if left else "left"
-        x += -0.02 if left else 0.015
-        text = axes.text(x, y, label.text, transform=axes.transAxes, **options)
+        text = axes.text(x + 0.015, y, label.text, transform=axes.transAxes, **options)
         text.set_parse_math(False)  # names may have a "$"
