@@ -1,7 +1,7 @@
 """The line between time and memory: plain autograd, per-block checkpointing, and retrograd at
 several budgets.
 
-    python -m benchmarks.budget [--rounds 15] [--scale]
+    python -m benchmarks.budget [--rounds 15] [--scale] [--draw-only]
 
 24 transformer blocks of width 128, 4 x 256 tokens, float32. Bytes are exact, FLOPs as torch counts
 them, both of the step after the plan is settled; time is the median of ratios to plain of steps run
@@ -33,6 +33,7 @@ from benchmarks.cases import SIZES, Attention, FeedForward, Plain, pairs
 from benchmarks.drift import FIGURES
 from benchmarks.steps import example, flops, seconds, step
 from retrograd.core.operations import KeepOperations, ReuseOperations
+from retrograd.line_labels import LineLabel, label_lines
 from retrograd.measure import activation_bytes
 
 SIZE = SIZES["shown"]
@@ -105,11 +106,10 @@ def draw(rows: list[dict[str, Any]]) -> None:
         ours = sorted(
             (row["peak"] / MIB, row[what]) for row in rows if "checkpoint per" not in row["name"]
         )
-        axis.plot(
-            *zip(*ours), marker="o", markersize=4, label="retrograd: Reverse(), budgets, Keep()"
-        )
+        (line,) = axis.plot(*zip(*ours), marker="o", markersize=4)
         (other,) = [row for row in rows if row["name"] == "checkpoint per block"]
-        axis.plot(other["peak"] / MIB, other[what], "kx", label="torch.utils.checkpoint per block")
+        point = other["peak"] / MIB, other[what]
+        axis.plot(*point, "kx")
         axis.set(
             xscale="log",
             xlabel="MiB of activations",
@@ -118,7 +118,11 @@ def draw(rows: list[dict[str, Any]]) -> None:
         axis.set_xticks([8, 16, 32, 64, 128], ["8", "16", "32", "64", "128"])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].legend(frameon=False)
+        axis.set_xlim(right=400)  # room for names
+        named = (ours[0], "Reverse()"), (ours[len(ours) // 2], "budgets"), (ours[-1], "Keep()")
+        for place, name in named:
+            label_lines(axis, [LineLabel(*place, name, line.get_color())])
+        label_lines(axis, [LineLabel(*point, "checkpoint per block", "black")])
     figure.savefig(FIGURES / "budget.svg", metadata={"Date": None})
 
 
@@ -199,12 +203,16 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
     parser.add_argument("--scale", action="store_true", help="the large ones")
+    parser.add_argument("--draw-only", action="store_true", help="draw what was measured before")
     arguments = parser.parse_args()
     if arguments.scale:
         return scale()
+    data = FIGURES / "budget.jsonl"
+    if arguments.draw_only:
+        return draw([json.loads(line) for line in data.read_text().splitlines()])
     rows = line(arguments.rounds)
     FIGURES.mkdir(parents=True, exist_ok=True)
-    (FIGURES / "budget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print("| | allowed, MiB | needed, MiB | FLOPs | time |\n| --- | ---: | ---: | ---: | ---: |")
     for row in rows:
         limit = f"{row['limit'] / MIB:.1f}" if row["limit"] else ""

@@ -191,11 +191,9 @@ def run(seed: int, size: str, options: Any) -> Iterator[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A row for each rule, the sizes side by side."""
-    titles = [
-        f"{depth} x {width}: before | after | each seed" for depth, width, _ in SIZES.values()
-    ]
-    lines = [f"| layers x width | {' | '.join(titles)} |", f"| --- |{' ---: |' * 3 * len(SIZES)}"]
+    """A row for each rule, the sizes side by side; after `±`, how far a seed is from the mean."""
+    titles = [f"{depth} x {width}: before | after" for depth, width, _ in SIZES.values()]
+    lines = [f"| layers x width | {' | '.join(titles)} |", f"| --- |{' ---: |' * 2 * len(SIZES)}"]
     for name in RULES:
         for kind in (LAYERS, HALVES):
             cells = [cell(rows, size, name, kind) for size in SIZES]
@@ -211,10 +209,15 @@ def cell(rows: list[dict[str, Any]], size: str, name: str, kind: str) -> str:
         return ""
     if name == PLAIN:
         means = [sum(r[when] for r in chosen) / len(chosen) for when in ("before", "after")]
-        return f"{means[0]:.3f} | {means[1]:.3f} | "
+        return f"{means[0]:.3f} | {means[1]:.3f}"
     before = [change(rows, row, "before") for row in chosen]
     after = [change(rows, row, "after") for row in chosen]
-    return f"{percent(mean(before))} | {percent(mean(after))} | {', '.join(map(percent, after))}"
+    return f"{percent(mean(before))} | {percent(mean(after))} ±{100 * spread(after):.2f}"
+
+
+def spread(values: list[float]) -> float:
+    """How far a seed is from the mean, at most."""
+    return max(abs(value - mean(values)) for value in values)
 
 
 def change(rows: list[dict[str, Any]], row: dict[str, Any], when: str) -> float:

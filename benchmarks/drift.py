@@ -22,6 +22,7 @@ from torch import Tensor
 
 import retrograd as rg
 from benchmarks.cases import Attention, FeedForward
+from retrograd.line_labels import LineLabel, label_lines
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 
@@ -106,33 +107,30 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for axis, what, title in zip(
         axes, ("input", "gradient"), ("rebuilt input", "gradients of the first block")
     ):
+        labels = []
         for name in KINDS:
             points = sorted((row["depth"], row[what]) for row in rows if row["kind"] == name)
             exact = name.startswith("exact")
-            label = (
-                None
-                if exact and name != "exact, float32"
-                else "exact, all three"
-                if exact
-                else name
-            )
-            axis.loglog(
+            style = {"color": "black", "linewidth": 2} if exact else {}
+            (line,) = axis.loglog(
                 [depth for depth, _ in points],
                 [max(error, floor) for _, error in points],
-                **{
-                    "marker": "o",
-                    "markersize": 3,
-                    "label": label,
-                    **({"color": "black", "linewidth": 2} if exact else {}),
-                },
+                marker="o",
+                markersize=3,
+                **style,
             )
+            if not exact or name == "exact, float32":
+                text = "exact, all three" if exact else name.replace(" and", "\nand")
+                end = max(points[-1][1], floor)
+                labels.append(LineLabel(points[-1][0], end, text, line.get_color()))
         axis.set(title=f"Relative error of the {title}", xlabel="blocks", ylim=(floor / 1.6, 4))
         axis.set_yticks([floor, 1e-6, 1e-4, 1e-2, 1], ["0", "1e-6", "1e-4", "1e-2", "1"])
         axis.minorticks_off()
         axis.set_xticks([1, 4, 16, 64, 256, 1024], ["1", "4", "16", "64", "256", "1024"])
         axis.grid(alpha=0.3)
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
-    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="lower center", ncols=5)
+        axis.set_xlim(right=4e4)  # room for names
+        label_lines(axis, labels, va="center", fontsize=8)
+    figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import retrograd as rg
 from benchmarks.cases import Attention, FeedForward
 from benchmarks.drift import FIGURES
+from retrograd.line_labels import LineLabel, label_lines
 
 WIDTH, CONTEXT, BATCH = 64, 64, 16
 
@@ -136,16 +137,19 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for axis, kinds in zip(
         axes, (("float32", "float32, exact"), ("bfloat16 autocast", "bfloat16 autocast, exact"))
     ):
+        labels = []
         for name, style in zip(
             kinds, ({"linewidth": 3, "alpha": 0.4}, {"linewidth": 1, "color": "black"})
         ):
             runs = [row["losses"] for row in rows if row["kind"] == name]
             mean = torch.tensor(runs).mean(0)
             smooth = [mean[max(0, i - 9) : i + 1].mean().item() for i in range(len(mean))]
-            axis.plot(smooth, label=name, **style)
+            (line,) = axis.plot(smooth, **style)
+            at = len(smooth) // 4
+            labels.append(LineLabel(at, smooth[at], name, line.get_color()))
         axis.set(xlabel="steps", ylim=(2, 6))
         axis.grid(alpha=0.3)
-        axis.legend(frameon=False)
+        label_lines(axis, labels, rise=0.05)
     axes[0].set_ylabel("training loss, bits per byte")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})

@@ -46,7 +46,6 @@ class Row(NamedTuple):
 
     name: str
     version: str
-    shape: str
     own: float | str
     ours: float | str
     bytes: tuple[int, int | str, int | str]  # plain, own, retrograd
@@ -205,7 +204,6 @@ def row(name: str, case: Case) -> Row:
     return Row(
         name,
         importlib.metadata.version(case.distribution),
-        case.shape,
         own if isinstance(own, str) else error(own, plain_seeded),
         error(ours, plain) if has_ours else ours,
         (plain.bytes, own if isinstance(own, str) else own.bytes, ours.bytes if has_ours else ours),
@@ -224,24 +222,23 @@ def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| package | shape | own gradients | with retrograd | activations, KiB: plain | own | "
-        "retrograd | state |",
-        "| --- | --- | --- | --- | ---: | ---: | ---: | --- |",
+        "| package | own gradients | with retrograd | activations, KiB: plain | own | retrograd |",
+        "| --- | --- | --- | ---: | ---: | ---: |",
     ]
     for each in rows:
         version = f"{each.name.partition(',')[0]} {each.version}"
         named = version + each.name[len(each.name.partition(",")[0]) :]
-        cells = [named, each.shape, judged(each.own), judged(each.ours), *map(kib, each.bytes)]
-        cells.append(differing(each))
+        cells = [named, judged(each.own), judged(each.ours) + differing(each)]
+        cells += map(kib, each.bytes)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def differing(row: Row) -> str:
-    """Which of the state that a step leaves is not that of plain autograd."""
+    """Which of the state that a step leaves is not that of plain autograd, if any."""
     same = {"keys": row.same_keys, "random": row.same_random, "buffers": row.same_buffers}
     names = [name for name, equal in same.items() if not equal]
-    return f"**differ**: {', '.join(names)}" if names else "equal"
+    return f", **differ**: {', '.join(names)}" if names else ""
 
 
 def judged(value: float | str) -> str:

@@ -94,7 +94,6 @@ class Case(NamedTuple):
 
     package: str  # as it is imported
     distribution: str  # as it is installed
-    shape: str  # of its blocks, in words
     build: Callable[[], nn.Module]
     run: Callable[[nn.Module], Tensor]  # a loss
     engine: str  # the module that has the autograd function
@@ -288,7 +287,7 @@ CASES = {
     "reformer-pytorch": Case(
         "reformer_pytorch",
         "reformer-pytorch",
-        "f, g; layer dropout; tells functions whether they run again",
+        # f, g; layer dropout; tells functions whether they run again
         language_model(
             "reformer_pytorch",
             "ReformerLM",
@@ -308,7 +307,7 @@ CASES = {
     "axial-attention": Case(
         "axial_attention",
         "axial-attention",
-        "f, g; images",
+        # f, g; images
         language_model(
             "axial_attention", "AxialImageTransformer", dim=4, depth=2, heads=2, reversible=True
         ),
@@ -318,7 +317,7 @@ CASES = {
     "se3-transformer-pytorch": Case(
         "se3_transformer_pytorch",
         "se3-transformer-pytorch",
-        "f, g; dicts of features by degree",
+        # f, g; dicts of features by degree
         language_model(
             "se3_transformer_pytorch",
             "SE3Transformer",
@@ -337,7 +336,7 @@ CASES = {
     "nuwa-pytorch": Case(
         "nuwa_pytorch",
         "nuwa-pytorch",
-        "f, g; arguments by block; sum",
+        # f, g; arguments by block; sum
         nuwa_decoder,
         nuwa_step,
         "nuwa_pytorch.reversible",
@@ -345,7 +344,7 @@ CASES = {
     "nuwa-pytorch, video and audio": Case(
         "nuwa_pytorch",
         "nuwa-pytorch",
-        "f, g, j, k on two modalities",
+        # f, g, j, k on two modalities
         nuwa_two,
         nuwa_two_step,
         "nuwa_pytorch.reversible_video_audio",
@@ -353,7 +352,7 @@ CASES = {
     "performer-pytorch": Case(
         "performer_pytorch",
         "performer-pytorch",
-        "nuwa's",
+        # nuwa's
         language_model(
             "performer_pytorch",
             "PerformerLM",
@@ -370,7 +369,7 @@ CASES = {
     "memory-efficient-attention-pytorch": Case(
         "memory_efficient_attention_pytorch",
         "memory-efficient-attention-pytorch",
-        "nuwa's",
+        # nuwa's
         attention_only,
         on_tokens,
         "memory_efficient_attention_pytorch.reversible",
@@ -378,7 +377,7 @@ CASES = {
     "dalle-pytorch": Case(
         "dalle_pytorch",
         "dalle-pytorch",
-        "nuwa's with mean",
+        # nuwa's with mean
         dalle,
         dalle_step,
         "dalle_pytorch.reversible",
@@ -386,7 +385,7 @@ CASES = {
     "linformer": Case(
         "linformer",
         "linformer",
-        "nuwa's with layer dropout",
+        # nuwa's with layer dropout
         language_model("linformer", "LinformerLM", **SMALL, seq_len=16, k=4, reversible=True),
         on_tokens,
         "linformer.reversible",
@@ -394,7 +393,7 @@ CASES = {
     "sinkhorn-transformer": Case(
         "sinkhorn_transformer",
         "sinkhorn-transformer",
-        "nuwa's with layer dropout",
+        # nuwa's with layer dropout
         language_model(
             "sinkhorn_transformer",
             "SinkhornTransformerLM",
@@ -411,7 +410,7 @@ CASES = {
     "h-transformer-1d": Case(
         "h_transformer_1d",
         "h-transformer-1d",
-        "nuwa's with layer dropout",
+        # nuwa's with layer dropout
         language_model(
             "h_transformer_1d",
             "HTransformer1D",
@@ -427,7 +426,7 @@ CASES = {
     "linear-attention-transformer": Case(
         "linear_attention_transformer",
         "linear-attention-transformer",
-        "nuwa's with layer dropout and mean",
+        # nuwa's with layer dropout and mean
         language_model(
             "linear_attention_transformer",
             "LinearAttentionTransformerLM",
@@ -442,7 +441,7 @@ CASES = {
     "routing-transformer": Case(
         "routing_transformer",
         "routing-transformer",
-        "f, g; an auxiliary loss from each; tells functions whether they run again",
+        # f, g; an auxiliary loss from each; tells functions whether they run again
         language_model(
             "routing_transformer",
             "RoutingTransformerLM",
@@ -459,7 +458,7 @@ CASES = {
     "equiformer-pytorch": Case(
         "equiformer_pytorch",
         "equiformer-pytorch",
-        "se3's with integer degrees",
+        # se3's with integer degrees
         language_model(
             "equiformer_pytorch",
             "Equiformer",
@@ -478,7 +477,7 @@ CASES = {
     "alphafold2-pytorch": Case(
         "alphafold2_pytorch",
         "alphafold2-pytorch",
-        "f, g, j, k on two modalities, other keywords",
+        # f, g, j, k on two modalities, other keywords
         Alphafold2Trunk,
         alphafold2_step,
         "alphafold2_pytorch.reversible",
@@ -486,7 +485,7 @@ CASES = {
     "transformers": Case(
         "transformers",
         "transformers",
-        "Reformer: attention, feed-forward",
+        # Reformer: attention, feed-forward
         reformer_of_transformers,
         reformer_of_transformers_step,
         "transformers.models.reformer.modeling_reformer",

@@ -60,14 +60,17 @@ def embeddings(model: Any, tokens: Any) -> torch.Tensor:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
+    """Losses and shares of right answers as their range over the seeds."""
     head = "| rule | embeddings | loss, held out | right, held out | activations |"
     lines = [head, "| --- | --- | ---: | ---: | ---: |"]
     for name in dict.fromkeys(row["rule"] for row in rows):
         runs = [row for row in rows if row["rule"] == name]
         is_same = all(row["same_bits"] for row in runs)
         what = "the same bits" if is_same else f"cosine {mean(runs, 'cosine'):.2f}"
-        loss = ", ".join(f"{row['loss']:.3f}" for row in runs)
-        right = ", ".join(f"{100 * row['right']:.1f} %" for row in runs)
+        losses, rights = ([row[key] for row in runs] for key in ("loss", "right"))
+        loss = f"{min(losses):.3f}–{max(losses):.3f}"
+        low, high = (round(100 * end(rights)) for end in (min, max))
+        right = f"{high} %" if low == high else f"{low}–{high} %"
         rule = "not converted" if name == "plain" else f"`{name}`"
         lines.append(f"| {rule} | {what} | {loss} | {right} | {mean(runs, 'mib'):.1f} MiB |")
     return "\n".join(lines)

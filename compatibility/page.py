@@ -20,33 +20,32 @@ Result = dict[str, Any]  # group, title, contestant, version, verdict, detail, n
 PACKAGES = {"checkpoint": "torch", ON_DEVICE: "retrograd"}
 HEADINGS = {"checkpoint": "`torch.utils.checkpoint`"}
 SHORT = {"reformer-pytorch": "reformer", ON_DEVICE: "retrograd on the device"}
-EXPLAINED = ("retrograd", "checkpoint")
+NOTED = ("retrograd", "checkpoint")
 FAILED = (WRONG, RAISED)
 CELLS = {EQUAL: "equal", WRONG: "**wrong**", RAISED: "raised", NOT_RUN: "–"}
 INTRODUCTION = """\
 # Compatibility
 
-How retrograd, `torch.utils.checkpoint` (`use_reentrant=False`, one call per block) and other
-reversible libraries work with the tools that PyTorch users use. Each of the {rows} uses is of the
-real tool, in processes of its own; two for everything distributed. All contestants compute the
-same network. Gradients, parameters, buffers, random state and what hooks see are compared with
-plain autograd without the tool: to 1e-9 in float64, unless the tool itself rounds. For revtorch and
-memcnn, the options that replay dropout are on.
+{rows} uses of the tools that PyTorch users use, each of the real tool in processes of its own, two
+for everything distributed. All contestants compute the same network. Gradients, parameters,
+buffers, random state and what hooks see are compared with plain autograd without the tool: to 1e-9
+in float64, unless the tool itself rounds. `torch.utils.checkpoint` runs with `use_reentrant=False`,
+one call per block; revtorch and memcnn with the options that replay dropout.
 
 - **equal**: it ran, and everything agrees.
 - **wrong**: it ran without an error, and something differs.
 - **raised**: it raised an error, crashed or hung.
-- **–**: not run on the test device (`tests/device`), because plain autograd fails there, or the
-  tool moves the model to the CPU. The device is not a GPU: it has what surrounds a GPU's kernels.
+- **–**: not run on the [test device](limits.md#reasoned-not-run-cuda), because plain autograd fails
+  there, or the tool moves the model to the CPU.
 
 `make compatibility` makes this page (eight minutes). Tests run retrograd's two columns
 (`tests/test_compatibility.py`; `make test-integrations`), but of `torch.compile` only three rows on
 the device.
 """
 WHOLE_TABLE = """\
-Below are the {differing} uses that are not equal for everyone; the other {equal} are. Every row
-and every reason are in [compatibility.jsonl](figures/compatibility.jsonl). How to use each tool
-with retrograd: [tools](tools.md), [several processes](distributed.md).
+Below are the {differing} uses that are not equal for everyone.
+[compatibility.jsonl](figures/compatibility.jsonl) has every row and every reason. How to use each
+tool: [tools](tools.md), [several processes](distributed.md).
 
 <!-- the whole table -->
 """
@@ -81,7 +80,6 @@ def render(results: list[Result]) -> str:
     for group, members in groups.items():
         if _differing(members) or any(r["note"] for r in members):
             lines += [f"## {group}", "", *_list(members), *_notes(members), ""]
-    lines += ["## Reasons", "", *_reasons(results)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -95,13 +93,13 @@ def _differing(results: list[Result]) -> dict[str, list[Result]]:
 
 
 def _list(results: list[Result]) -> list[str]:
-    """For each row that is not equal for everyone, who is wrong and who raises."""
-    lines = []
+    """Who is wrong and who raises, of rows not equal for everyone. Rows alike are one line."""
+    titles: dict[str, list[str]] = {}
     for title, row in _differing(results).items():
         names = {v: [_short(r["contestant"]) for r in row if r["verdict"] == v] for v in FAILED}
         parts = [f"{CELLS[v]} {', '.join(found)}" for v, found in names.items() if found]
-        lines.append(f"- {title}: {'; '.join(parts)}")
-    return lines
+        titles.setdefault("; ".join(parts), []).append(title)
+    return [f"- {'; '.join(alike)}: {verdicts}" for verdicts, alike in titles.items()]
 
 
 def _contestants(results: list[Result]) -> list[str]:
@@ -144,18 +142,8 @@ def _by_title(results: list[Result]) -> dict[str, list[Result]]:
 
 def _notes(results: list[Result]) -> list[str]:
     """Notes that rows of ours have besides their verdicts, below the list of a group."""
-    noted = [r for r in results if r["note"] and r["contestant"] in EXPLAINED]
+    noted = [r for r in results if r["note"] and r["contestant"] in NOTED]
     return [f"- {_heading(r['contestant'])}: {r['note']}" for r in noted]
-
-
-def _reasons(results: list[Result]) -> list[str]:
-    """Why a row is not equal, for those whose users read this page."""
-    return [
-        f"- {_heading(r['contestant'])}, {r['group']}, {r['title']}: {r['verdict']}. {r['detail']}"
-        for name in EXPLAINED
-        for r in results
-        if r["contestant"] == name and r["verdict"] != EQUAL
-    ]
 
 
 def brief(detail: str) -> str:

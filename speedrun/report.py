@@ -16,6 +16,7 @@ import torch
 import retrograd as rg
 from retrograd.cli.terminal import discard, printable, tell
 from retrograd.files import save_figure
+from retrograd.line_labels import LineLabel, label_lines
 from retrograd.measure import activation_bytes
 from speedrun import metrics
 from speedrun.loop import Objective, Run
@@ -264,18 +265,20 @@ def _draw_loss(run: Run, facts: Facts, path: Path) -> None:
     losses = [row["bits_per_byte"] for row in rows]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(steps, losses, linewidth=0.8, label="training text")
-    axes.axhline(
-        facts["bigram_bits_per_byte"],
-        color="gray",
-        linestyle="--",
-        linewidth=0.8,
-        label="counting pairs of bytes",
-    )
-    held_out = facts["bits_per_byte"]
-    axes.plot(facts["steps"], held_out, "o", color="tab:orange", label="held-out text")
+    axes.plot(steps, losses, linewidth=0.8)
+    pairs, held_out = facts["bigram_bits_per_byte"], facts["bits_per_byte"]
+    axes.axhline(pairs, color="gray", linestyle="--", linewidth=0.8)
+    axes.plot(facts["steps"], held_out, "o", color="tab:orange")
     axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
     axes.set_title(f"{facts['depth']} reversible layers")
-    axes.legend(frameon=False)
+    end = facts["steps"]
+    axes.set_xlim(right=1.35 * end)  # room for names
+    last = sum(losses[-20:]) / len(losses[-20:])
+    labels = [
+        LineLabel(end, held_out, "held-out text", "tab:orange"),
+        LineLabel(end, last, "training text", "tab:blue"),
+        LineLabel(end, pairs, "counting pairs of bytes", "gray"),
+    ]
+    label_lines(axes, labels)
     axes.spines[["top", "right"]].set_visible(False)
     save_figure(figure, path, dpi=150)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import retrograd as rg
+from examples import adaptors
 from retrograd.compat import memcnn, revlib, revtorch, torch_geometric
 from tests.packages import load
 
@@ -283,13 +284,12 @@ def test_memory_of_a_model_reaches_them(name):
 # --- the adaptors of the page, against the originals
 
 
-def adaptors():
-    """The names that the page defines, without its examples."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    names = {}
-    for block in blocks:
-        exec(block, names)
-    return names
+def names():
+    """What the page defines, and the file that it names."""
+    found = dict(vars(adaptors))
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(block, found)
+    return found
 
 
 def needs(name):
@@ -302,7 +302,7 @@ def needs(name):
 def page():
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return adaptors()
+        return names()
 
 
 @pytest.mark.parametrize("gamma", [0.5, 0.9])

@@ -64,7 +64,7 @@ def test_any_draw_replays_also_from_a_generator_in_a_keyword_argument(own):
 
 
 def test_states_are_kept_only_once_for_updates_that_do_not_draw(monkeypatch):
-    """5 kB each: a network without dropout must not pay for them."""
+    """5 KiB each: a network without dropout must not pay for them."""
     for dropout, kept in ((0.0, 1), (0.3, 6)):
         stack, x = zoo.Case("additive", "mean", "tensor", "reverse-all").build(dropout=dropout)
         walks = []

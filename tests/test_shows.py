@@ -9,6 +9,7 @@ from torch import nn
 
 import retrograd as rg
 from retrograd import line_labels
+from retrograd.sizes import human
 
 
 def stack_of(depth, **options):
@@ -75,6 +76,16 @@ def test_calls_that_are_measured_or_inspected_are_logged(caplog):
     caplog.clear()
     stack(x).sum().backward()
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "text"),
+    [(999, "999 B"), (1023, "1023 B"), (1024, "1 KiB"), (1010 * 2**10, "1010 KiB")]
+    + [(1.5 * 2**20, "1.5 MiB"), (1500 * 2**30, "1500 GiB")],
+)
+def test_sizes_are_numbers_that_a_budget_takes(bytes_, text):
+    assert human(bytes_) == text
+    assert rg.Budget(text).bytes_of(0) == bytes_
 
 
 def test_names_beside_lines_do_not_overlap():
