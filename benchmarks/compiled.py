@@ -9,8 +9,8 @@ stack compiled whole. Beside them the stack in eager mode.
 - saved: bytes that forward leaves for backward, of the compiled graph
 - peak: the most bytes alive at any time, of torch's CPU allocator, without parameters and gradients
 - FLOPs: of the compiled graphs, as torch counts them; of the eager stack, of the step
-- kernels: how many Inductor generates for forward and backward: what compiling costs
-- compiling: seconds until the first step is over; kernels that an earlier one made are reused
+- sources: different C++ sources that Inductor generates: what the C++ compiler has to do
+- Python: seconds of CPU time until the first step is over, without the C++ compiler
 - time: the median of ratios to compiled plain, of steps run in turn
 
 Writes the table of docs/benchmarks.md, and docs/figures/compiled.jsonl. Rows that were not measured
@@ -20,19 +20,21 @@ this time stay as they are.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch._dynamo
 from torch import fx, nn
 from torch._C._profiler import _EventType
 from torch._functorch import config as functorch_config
-from torch._inductor import metrics
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map
@@ -174,6 +176,20 @@ def compiled(name: str, module: nn.Module) -> Callable[..., Any]:
     return torch.compile(module, fullgraph=True, dynamic=False, options=options)
 
 
+@contextlib.contextmanager
+def sources() -> Iterator[set[str]]:
+    """The C++ sources of the kernels that are compiled, or loaded, meanwhile."""
+    found: set[str] = set()
+    load = AsyncCompile.cpp_pybinding
+
+    def add_and_load(self: AsyncCompile, types: list[str], source: str) -> Any:
+        found.add(source)
+        return load(self, types, source)
+
+    with mock.patch.object(AsyncCompile, "cpp_pybinding", add_and_load):
+        yield found
+
+
 def eager_flops(run: Callable[..., Any], x: torch.Tensor) -> int:
     with FlopCounterMode(display=False) as counter:
         step(run, x)
@@ -192,20 +208,19 @@ def measure(
         if not re.search(ways, name):
             continue
         Observed.graphs.clear()
-        metrics.reset()
         run = compiled(name, module)
-        start = time.perf_counter()
-        with functorch_config.patch(activation_memory_budget=budget, enable_autograd_cache=False):
+        start = time.process_time()
+        settings = {"activation_memory_budget": budget, "enable_autograd_cache": False}
+        with functorch_config.patch(settings), sources() as found:
             step(run, x)
-        compiling = time.perf_counter() - start
-        kernels = metrics.generated_kernel_count
-        step(run, x)
+        is_compiled = not name.endswith("eager")
+        python = time.process_time() - start
         saved, flops = Observed.graphs[-1] if Observed.graphs else (None, None)  # type: ignore[misc]
-        if name.endswith("eager"):
-            flops, compiling = eager_flops(run, x), None
+        if not is_compiled:
+            flops = eager_flops(run, x)
         row = {"size": size_name, "depth": depth, "way": name, "saved": saved, "flops": flops}
-        row |= {"peak": peak_bytes(run, module, x), "compiling": compiling}
-        row["kernels"] = None if name.endswith("eager") else kernels
+        row |= {"peak": peak_bytes(run, module, x)}
+        row |= {"sources": len(found), "python": python} if is_compiled else {}
         rows.append(row)
         steps[name] = run
         print(row, flush=True)
@@ -228,7 +243,7 @@ def ratios(steps: dict[str, Callable[..., Any]], x: torch.Tensor, rounds: int) -
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| blocks | | saved, MiB | peak, MiB | FLOPs | time | kernels | compiling, s |",
+        "| blocks | | saved, MiB | peak, MiB | FLOPs | time | sources | Python, s |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     plain = {(row["size"], row["depth"]): row for row in rows if row["way"] == "plain"}
@@ -238,10 +253,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         of_plain = None if base is None else base["flops"]
         flops = f"{row['flops'] / of_plain:.2f}" if of_plain and row["flops"] else "–"
         taken = "–" if base is None else f"{row['time']:.2f}"
-        compiling = "–" if row["compiling"] is None else f"{row['compiling']:.0f}"
-        kernels = "–" if row["kernels"] is None else str(row["kernels"])
+        found = str(row.get("sources", "–"))
+        python = f"{row['python']:.0f}" if "python" in row else "–"
         cells = [f"{row['depth']} {row['size']}", row["way"], saved, f"{row['peak'] / MIB:.2f}"]
-        cells += [flops, taken, kernels, compiling]
+        cells += [flops, taken, found, python]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

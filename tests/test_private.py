@@ -323,3 +323,19 @@ def test_a_bare_copy_has_the_same_parts_and_no_hooks():
     twin.attribute = 1
     assert not hasattr(module, "attribute")
     assert len(module._forward_hooks) == 1 and module._compiled_call_impl is not None
+
+
+def test_apply_of_an_autograd_function_is_known():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+    class Other(Double):
+        pass
+
+    apply = Double.apply
+    assert private.is_apply_of(apply, Double)
+    assert not private.is_apply_of(apply, Other)
+    assert not private.is_apply_of(Double.forward, Double)
+    assert not private.is_apply_of(torch.ones(1).add, Double)

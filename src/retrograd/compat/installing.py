@@ -22,6 +22,7 @@ from torch import nn
 from retrograd.compat.pairs import Engine
 from retrograd.core.exact import Grid
 from retrograd.core.memory import MemoryMode, Reverse
+from retrograd.core.private import is_apply_of
 from retrograd.stack import checked_memory
 
 if TYPE_CHECKING:  # what `install` needs is loaded when it is called
@@ -225,7 +226,7 @@ def _replacements(
     for holder, alias in _references(lambda value: value is theirs):
         yield Replacement(holder, alias, theirs, ours)
     apply = ours.apply
-    for holder, alias in _references(lambda value: _is_apply_of(value, theirs)):
+    for holder, alias in _references(lambda value: is_apply_of(value, theirs)):
         yield Replacement(holder, alias, getattr(holder, alias), apply)
     for holder, attribute, value in ours.others():
         yield Replacement(holder, attribute, getattr(holder, attribute), value)
@@ -237,12 +238,6 @@ def _engine_call(theirs: type[torch.autograd.Function], settings: Mapping[str, A
     if theirs.__module__ == huggingface.HOME:  # its layers return more than tensors
         return huggingface.ReformerCall(theirs, settings)
     return engine_calls.EngineCall(theirs, settings)
-
-
-def _is_apply_of(value: object, theirs: type) -> bool:
-    if type(value) is not MethodType:  # `isinstance` would ask odd objects for their class
-        return False
-    return value.__self__ is theirs and value.__name__ == "apply"
 
 
 def _references(matches: Callable[[object], bool]) -> list[tuple[ModuleType, str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable
+from types import BuiltinMethodType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -250,6 +251,13 @@ def bare_copy(module: nn.Module) -> nn.Module:
         twin.__dict__[name] = type(value)() if is_hooks else value
     twin.__dict__["_compiled_call_impl"] = None
     return twin
+
+
+def is_apply_of(value: object, function: type[torch.autograd.Function]) -> bool:
+    """Whether a value is `function.apply`: a method, and from torch 2.14 on a built-in one."""
+    if type(value) not in (MethodType, BuiltinMethodType):  # odd objects lie about their class
+        return False
+    return value.__self__ is function and value.__name__ == "apply"  # type: ignore[attr-defined]
 
 
 def is_compiled(function: Any) -> bool:
