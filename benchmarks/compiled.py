@@ -11,7 +11,7 @@ stack compiled whole. Beside them the stack in eager mode.
 - FLOPs: of the compiled graphs, as torch counts them; of the eager stack, of the step
 - sources: different C++ sources that Inductor generates: what the C++ compiler has to do
 - Python: seconds of CPU time until the first step is over, without the C++ compiler
-- time: the median of ratios to compiled plain, of steps run in turn
+- time: CPU time of a step on one thread, relative to compiled plain: medians of steps run in turn
 
 Writes the table of docs/benchmarks.md, and docs/figures/compiled.jsonl. Rows that were not measured
 this time stay as they are.
@@ -230,15 +230,15 @@ def measure(
 
 
 def ratios(steps: dict[str, Callable[..., Any]], x: torch.Tensor, rounds: int) -> list[float]:
-    """Of each way, the median of its time relative to that of the first in the same round."""
+    """The median CPU time of each way, relative to that of the first."""
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, run in steps.items():
-            start = time.perf_counter()
+            start = time.process_time()
             step(run, x)
-            taken[name].append(time.perf_counter() - start)
-    first = next(iter(taken.values()))
-    return [statistics.median(t / base for t, base in zip(ts, first)) for ts in taken.values()]
+            taken[name].append(time.process_time() - start)
+    medians = list(map(statistics.median, taken.values()))
+    return [median / medians[0] for median in medians]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -262,11 +262,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default="tiny,large", type=lambda text: text.split(","))
     parser.add_argument("--depths", default="4,16,64")
     parser.add_argument("--budgets", default="0.1,0.2,0.3,0.5,0.7,0.9")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--ways", default="", help="a pattern: only ways with such a name")
     chosen = parser.parse_args()
     depths = list(map(int, chosen.depths.split(",")))
