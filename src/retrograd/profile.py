@@ -342,6 +342,11 @@ class Profile:
         end += 64  # numbers that a loss makes
         return [*needs, end - sum(self.gradients().values()) if fresh else end]
 
+    def loss_bytes(self) -> int:
+        """The room that `needs` leaves for what a loss makes of the output of the stack."""
+        places = self.places()
+        return (LOSS - 1) * places[-1].streams if places else 0
+
     def _gradients_to_come(self) -> list[GradientsToCome]:
         """What backward has yet to create when it has passed each update."""
         missing = self.gradients()

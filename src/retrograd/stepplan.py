@@ -38,6 +38,21 @@ class Row(NamedTuple):
     backward: int
 
 
+class Head(NamedTuple):
+    """What a model runs after its last stack.
+
+    Attributes:
+        name: the parameter that made its largest tensor; the operation and the shape, if none did.
+        bytes: the most alive at once, in forward and backward, beyond the output of the stack.
+            Gradients of parameters count if forward makes them, as `linear_cross_entropy` does.
+        sets_peak: whether the peak of the model is here, and not in its stacks.
+    """
+
+    name: str
+    bytes: int
+    sets_peak: bool = False
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """What a memory mode keeps of each update, and the bytes that a step then needs. Print it,
@@ -45,7 +60,8 @@ class StepPlan:
 
     The figures are forecasts from one watched forward pass. `peak` is what the step needs, `plain`
     what it needs if everything is kept, `floor` if nothing is kept; `gradients` are not part of
-    these three. `time` is relative to a step of plain autograd.
+    these three. `time` is relative to a step of plain autograd. `head` is what the model runs after
+    its last stack, in a plan of `rg.plan`.
     """
 
     memory: Any
@@ -55,6 +71,7 @@ class StepPlan:
     floor: int
     gradients: int
     time: float
+    head: Head | None = None
 
     def __str__(self) -> str:
         head = f"  {'updates':<32} {'together':>13}   what each keeps until backward is there"
@@ -71,7 +88,15 @@ class StepPlan:
         return (
             f"{self.memory!r}: {len(self.rows)} updates, {self.peak / MIB:.2f} MiB at the peak "
             f"(everything kept: {self.plain / MIB:.2f}, nothing: {self.floor / MIB:.2f}), about "
-            f"{self.time:.2f} of plain autograd's time"
+            f"{self.time:.2f} of plain autograd's time{self._head()}"
+        )
+
+    def _head(self) -> str:
+        if self.head is None or not self.head.sets_peak:
+            return ""
+        return (
+            f". The head ({self.head.name}) sets the peak of the model: it needs "
+            f"{self.head.bytes / MIB:.2f} MiB beside what the stacks keep"
         )
 
     def _table(self) -> Iterator[tuple[str, str, str]]:
@@ -121,7 +146,12 @@ class StepPlan:
 
 
 def forecast(
-    memory: Any, plans: Sequence[Plan], profile: Profile, names: Sequence[str], fresh: bool
+    memory: Any,
+    plans: Sequence[Plan],
+    profile: Profile,
+    names: Sequence[str],
+    fresh: bool,
+    head: Head | None = None,
 ) -> StepPlan:
     """What the plans of the calls in a profile mean for a step."""
     needs = profile.needs(fresh)
@@ -144,14 +174,19 @@ def forecast(
         )
         rows.append(row)
         kept_before += level.bytes
+    most = max((row.backward - gradients for row in rows), default=0)
+    if head is not None:
+        at_head = needs[-1] + kept_before + head.bytes - profile.loss_bytes()
+        head = head._replace(sets_peak=at_head > most)
     return StepPlan(
         memory=memory,
         rows=tuple(rows),
-        peak=max([needs[-1] + kept_before, *(row.backward - gradients for row in rows)]),
+        peak=max(needs[-1] + kept_before, most),
         plain=profile.plain(fresh),
         floor=least_peak(profile, needs),
         gradients=gradients,
         time=_time(rows, profile.updates),
+        head=head,
     )
 
 

@@ -18,6 +18,8 @@ from retrograd.core.private import without_compiler
 from retrograd.core.program import Program
 from retrograd.core.streams import flatten
 from retrograd.core.structure import StackCache
+from retrograd.core.tensors import local, storage_of
+from retrograd.head import BeginsHead, Head, HeadWatch
 from retrograd.measure import Counting
 from retrograd.profile import Profile
 from retrograd.shared_budget import HasMemory, JointProfile, SharedBudget, is_inside, share_memory
@@ -90,7 +92,9 @@ def plan(model: nn.Module | Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     """What a step of the whole model keeps, in all of its stacks, and the bytes of a step then.
 
     Runs `model(*args, **kwargs)` once and measures it. Random states, buffers and whatever else the
-    model was seen to change are left as they were.
+    model was seen to change are left as they were. What runs after the last stack is measured, too,
+    with its backward: `plan.head` says whether it sets the peak. Pass a function that returns the
+    loss, and the loss is part of that.
 
     Example:
         >>> layers = [torch.nn.Linear(8, 8) for _ in range(6)]
@@ -98,17 +102,18 @@ def plan(model: nn.Module | Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         >>> [row.name for row in rg.plan(model, torch.randn(4, 8)).rows][:2]
         ['0.functions.0', '0.functions.1']
     """
-    calls = measured_calls(model, args, kwargs)
-    if not calls:
+    measured = measured_calls(model, args, kwargs)
+    if not measured.calls:
         raise ValueError(
             f"plan: no stack of retrograd ran in {type(model).__name__}. rg.convert(model) makes "
             "the layers of a model one."
         )
-    return plan_in(None, calls)
+    return plan_in(None, measured)
 
 
-def plan_in(memory: MemoryMode | None, calls: Sequence[StackCall]) -> StepPlan:
+def plan_in(memory: MemoryMode | None, measured: MeasuredModel) -> StepPlan:
     """What a step with these calls keeps. None: in the memory modes that the stacks have."""
+    calls = measured.calls
     if memory is not None:
         shared = SharedBudget(memory) if isinstance(memory, Budget) else memory
         calls = [call._replace(memory=shared) for call in calls]
@@ -116,7 +121,7 @@ def plan_in(memory: MemoryMode | None, calls: Sequence[StackCall]) -> StepPlan:
     joint = JointProfile([call.profile for call in calls])
     names = [name for call in calls for name in call.names]
     shown = modes[0] if len(modes) == 1 else modes
-    return forecast(shown, plans_of(calls), joint, names, fresh=True)
+    return forecast(shown, plans_of(calls), joint, names, fresh=True, head=measured.head)
 
 
 def shown_mode(memory: Any) -> Any:
@@ -152,10 +157,19 @@ class StackCall(NamedTuple):
         return plan_of(self.memory, Call(self.profile.targets, self.profile))
 
 
+class MeasuredModel(NamedTuple):
+    """One forward of a model."""
+
+    calls: list[StackCall]
+    head: Head | None
+
+
 @without_compiler
-def measured_calls(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StackCall]:
+def measured_calls(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MeasuredModel:
     """All calls of stacks in one forward of a model, which is left as it was."""
     module = model if isinstance(model, nn.Module) else nn.Module()
+    names = {storage_of(local(p)): name for name, p in module.named_parameters()}
+    head = None
     undo = Undo()
     take_back = TakeBack([model, *flatten((args, kwargs))[0]])
     remember_conversions(module, undo)
@@ -164,14 +178,14 @@ def measured_calls(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         for _ in range(BATCHES):
             before = settings_of(module)
             recorder = CallRecorder(module, undo)
-            with torch.enable_grad(), recorder:
-                take_back.watched(lambda: model(*args, **kwargs))
+            with torch.enable_grad(), recorder, HeadWatch(names) as recorder.head:
+                head = take_back.watched(lambda: recorder.head.finish(model(*args, **kwargs)))  # noqa: B023
             if settings_of(module) == before:
                 break
     finally:
         take_back.run()
         undo.run()
-    return recorder.stack_calls()
+    return MeasuredModel(recorder.stack_calls(), head)
 
 
 def settings_of(model: nn.Module) -> list[Any]:
@@ -202,6 +216,7 @@ class CallRecorder(Counting):
         self.own: dict[int, tuple[nn.Module, Any]] = {}  # each stack, and its memory mode
         self.found_names: dict[int, list[str]] = {}
         self.calls: list[tuple[int, Profile]] = []  # which stack, and what it needs
+        self.head = HeadWatch({})
 
     def memory(self, stack: nn.Module, memory: MemoryMode) -> MemoryMode:
         if not self.is_mine(stack):
@@ -216,6 +231,7 @@ class CallRecorder(Counting):
     def guards(self, stack: nn.Module, program: Program, guards: list[Guard]) -> list[Guard]:
         if self.is_mine(stack):
             self.found_names[id(stack)] = self.names(stack, program)
+            return [*guards, BeginsHead(self.head)]
         return guards
 
     def stack_calls(self) -> list[StackCall]:
