@@ -25,9 +25,12 @@ from torch.nn import Parameter
 
 from retrograd.backward_bytes import Arguments, peak_of_backward
 from retrograd.backward_watch import MeasuredBackward
+from retrograd.core import errors
 from retrograd.core.guards.random_state import as_bytes
+from retrograd.core.host_memory import bandwidth
 from retrograd.core.memory import Plan
 from retrograd.core.private import CPU_ATTENTION
+from retrograd.core.tape import number_of_processes
 from retrograd.core.tensors import (
     ShapeAndDtype,
     distinct_bytes,
@@ -44,6 +47,8 @@ PLANS = 8  # how many a profile remembers
 # Before backward begins, there are the output of the stack and what a loss makes of it: in streams.
 # A mean of squares has four tensors more.
 LOSS = 5
+
+ASSUMED_BANDWIDTH = 1e10  # bytes a second between device and host: PCIe 3 with 16 lanes
 
 
 class Speed(NamedTuple):
@@ -84,6 +89,13 @@ class Operation(NamedTuple):
     flops: int = 0
 
 
+class Copies(NamedTuple):
+    """What copies to the host and back take."""
+
+    bandwidth: float  # bytes a second
+    seconds: float  # of the next update, beside which they run
+
+
 @dataclass
 class UpdateProfile:
     """What the watched pass needed for one update."""
@@ -106,6 +118,7 @@ class UpdateProfile:
     gradients: dict[int, int] = field(default_factory=dict)  # bytes, by the parameter's id
     arguments: set[Any] = field(default_factory=set)  # signatures: see `profiling.LaterArguments`
     measured: MeasuredBackward | None = None  # None: backward was not measured, so far
+    copies: Copies | None = None  # None: nothing may wait on the host
 
     @property
     def seconds(self) -> float:
@@ -265,6 +278,7 @@ class Profile:
 
     def __init__(self, targets: Sequence[str]) -> None:
         self.targets = list(targets)  # the stream that each update changes
+        self.devices: list[torch.device] = []  # of the streams
         self.updates = [UpdateProfile() for _ in self.targets]
         self.state_bytes = 0  # of all streams
         self.is_complete = False
@@ -309,6 +323,18 @@ class Profile:
         """Where each update is."""
         last = len(self.updates) - 1
         return [Place(self.state_bytes, 0, index == last) for index in range(last + 1)]
+
+    def use_host(self, budget: Any) -> None:
+        """Measure what copies to the host take. Raises if there is nowhere to copy to."""
+        accelerator = torch.accelerator.current_accelerator()
+        found = [d for d in self.devices if accelerator is not None and d.type == accelerator.type]
+        if not found:
+            raise errors.no_host_tier(repr(budget), sorted({d.type for d in self.devices}))
+        # Every process must come to the same plan.
+        speed = ASSUMED_BANDWIDTH if number_of_processes() > 1 else bandwidth(found[0])
+        following = [*(update.seconds for update in self.updates[1:]), 0.0]
+        for update, seconds in zip(self.updates, following):
+            update.copies = Copies(speed, seconds)
 
     # --- what a step needs
 

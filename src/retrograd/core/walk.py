@@ -55,6 +55,7 @@ from torch import Tensor
 from retrograd.core import errors
 from retrograd.core.guard import Guards, Undo
 from retrograd.core.home_streams import HomeStreams, used_elsewhere
+from retrograd.core.host_memory import HostTier
 from retrograd.core.operations import ReuseOperations
 from retrograd.core.pin import Pinned, boxes
 from retrograd.core.private import (
@@ -236,8 +237,10 @@ class Walk:
         arguments: KeywordArguments,
         guards: Guards,
         home: HomeStreams | None,
+        host: HostTier | None = None,
     ) -> None:
         self.home = home
+        self.host = host
         self.context = weakref.ref(context)
         self.held_context: ForwardContext | None = None  # once backward has arrived
         self.program = context.weak_program
@@ -387,6 +390,9 @@ class Walk:
         while (position := self.position) is not None and position > index:
             self.leave()
             self._move_anchor(position)
+            if self.host is not None:  # a copy back takes as long as the update before it
+                self.host.fetch(position - 1)
+                self.host.fetch(position - 2)
             self.recompute(position - 1, undo=True)
 
     def begin_again(self, index: int) -> None:
@@ -631,9 +637,9 @@ class Recompute:
         forward_hooks = self.forward_hooks
         assert forward_hooks is not None
         assert forward_hooks.whole is not None
-        self.hooks.extend(forward_hooks.whole)
+        self.hooks.extend([saved.again() for saved in forward_hooks.whole])
         forward_hooks.whole = None
-        if not undo:
+        if not undo or self.record.before is not None:
             return None
         assert forward_hooks.output is not None
         return self.load(forward_hooks.output)
