@@ -424,3 +424,154 @@ def test_copies_and_pickles_have_buffers_of_their_own():
     memory.take(60)
     for other in (copy.deepcopy(memory), pickle.loads(pickle.dumps(memory))):
         assert (other.limit, other.bytes) == (100, 0)
+
+
+# --- budgets
+
+
+def budget_points(stack, x, limit, hosts):
+    """Bytes on the device, FLOPs and bytes on the host of steps with more and more host memory."""
+    points = []
+    for host in hosts:
+        stack.memory = rg.Budget(limit) if host is None else rg.Budget(limit, host=host)
+        bytes_ = activations(stack, x)
+        points.append((bytes_, flops_of(stack, x), host_of(stack).bytes))
+    return points
+
+
+@pytest.mark.parametrize("make", [deep, euler])
+def test_more_bytes_on_the_host_are_fewer_flops(make):
+    """At the same limit on the device, which holds. So does the limit on the host."""
+    stack, x = make(), data(1024)
+    stack.memory = rg.Budget("100%")
+    activations(stack, x)
+    (profile,) = stack._cache.profiles.values()
+    limit = int(0.45 * profile.plain(True))
+    whole = sum(update.whole_bytes for update in profile.updates)
+    hosts = [None, *(int(share * whole) for share in (0.05, 0.2, 0.4, 0.7, 1.2))]
+    points = budget_points(stack, x, limit, hosts)
+    flops = [flops for _, flops, _ in points]
+    assert flops == sorted(flops, reverse=True) and len(set(flops)) >= 4
+    stack.memory = rg.Keep()
+    assert flops[-1] == flops_of(stack, x)
+    for host, (bytes_, _, on_host) in zip(hosts, points):
+        assert bytes_ <= limit
+        assert on_host <= (host or 0)
+    assert points[0][2] == 0 and points[2][2] > 0
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_gradients_under_a_budget(share):
+    stack, x = deep(make=lambda: mlp(dropout=0.2)), data(512)
+    expected = gradients(stack, x, rg.Keep())
+    stack.memory = rg.Budget("100%")
+    activations(stack, x)
+    (profile,) = stack._cache.profiles.values()
+    budget = rg.Budget(int(share * profile.plain(True)), host="1 GiB")
+    assert zoo.worst(gradients(stack, x, budget), expected) < 1e-4
+    assert host_of(stack).bytes > 0
+
+
+def test_a_budget_does_not_let_the_host_wait():
+    stack, x = deep(memory=rg.Budget("40%", host="1 GiB")), data(512)
+    for _ in range(4):
+        with device.waiting() as names:
+            stack(x).square().mean().backward()
+    assert names == [] and host_of(stack).bytes > 0
+
+
+def test_copies_that_are_slow_are_not_worth_it():
+    """The plan weighs the time of a copy, as it was measured, against that of a recompute."""
+    stack, x = deep(), data(512)
+    found = []
+    for speed in (1e15, 1e6):
+        host_memory._bandwidths.clear()
+        device.set_bandwidth(speed)
+        stack.memory = rg.Budget("40%", host="1 GiB")
+        stack._cache.profiles.clear()
+        activations(stack, x)
+        found.append(host_of(stack).bytes)
+        assert host_memory.bandwidth(torch.device(DEVICE)) == pytest.approx(speed, rel=0.01)
+    assert found[0] > 0 and found[1] == 0
+
+
+def test_a_plan_shows_what_is_on_the_host():
+    stack, x = deep(), data(512)
+    stack.memory = rg.Budget("40%")
+    without = stack.plan(x)
+    stack.memory = rg.Budget("40%", host="1 GiB")
+    plan = stack.plan(x)
+    assert plan.host == sum(row.host for row in plan.rows) > without.host == 0
+    assert plan.time < without.time and plan.peak <= 0.4 * plan.plain
+    assert "everything, on the host" in str(plan)
+    assert f"{plan.host / 2**20:.2f} MiB on the host" in str(plan)
+    for _ in range(3):
+        stack(x).square().mean().backward()
+    assert host_of(stack).bytes <= plan.host
+
+
+def test_a_network_that_only_fits_with_a_host():
+    """Where targets have to be kept, the least that a step needs is less."""
+    net, x = euler(24), data(1024)
+    net.memory = rg.Budget(1, host="1 GiB")
+    with pytest.raises(rg.BudgetError, match="are less than the") as error:
+        net(x)
+    limit = rg.Budget(str(error.value).split('rg.Budget("')[1].split('"')[0]).limit
+    net.memory = rg.Budget(limit, host="1 GiB")
+    expected = gradients(net, x, rg.Keep())
+    assert zoo.worst(gradients(net, x, rg.Budget(limit, host="1 GiB")), expected) < 1e-4
+    assert activations(net, x) <= rg.Budget(limit).bytes_of(0)
+
+
+def test_several_stacks_share_one_limit_on_the_host():
+    model = nn.Sequential(deep(4), nn.Linear(16, 16, device=DEVICE), deep(4))
+    x = data(512)
+    for stack in rg.stacks_of(model).values():
+        stack.memory = rg.Keep()
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    found = []
+    for host in (2**17, 2**30):
+        rg.set_memory(model, rg.Budget("40%", host=host))
+        for _ in range(3):
+            got = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+        memory = model[0].memory.host_memory
+        assert memory is model[2].memory.host_memory and memory.used == 0
+        assert zoo.worst(got, expected) < 1e-4
+        found.append(memory.bytes)
+        plan = rg.plan(model, x)
+        assert max(memory.bytes, plan.host) <= host
+    assert 0 < found[0] <= 2**17 < found[1]
+
+
+def test_what_it_takes():
+    budget = rg.Budget("25%", host="2 MiB")
+    assert repr(budget) == "Budget(limit='25%', host='2 MiB')"
+    assert repr(rg.Budget("25%")) == "Budget(limit='25%')"
+    assert (budget.bytes_of(100), budget.host_bytes, rg.Budget(1).host_bytes) == (25, 2**21, 0)
+    assert rg.Budget("1 GiB", host=5).host_bytes == 5
+    for wrong in ("25%", "much", 0, -1, 1.5, True, ""):
+        with pytest.raises(ValueError, match="host is a number of bytes or a size"):
+            rg.Budget("1 GiB", host=wrong)
+
+
+def test_on_a_cpu_it_is_refused():
+    budget = rg.Budget("1 MiB", host="1 GiB")
+    stack = deep(memory=budget).cpu()
+    for run in (stack, stack.plan, lambda x: rg.plan(stack, x)):
+        with pytest.raises(ValueError, match="the memory of a CPU is that of the host") as error:
+            run(torch.randn(8, 16))
+    assert "leave out host=" in str(error.value) and repr(budget) in str(error.value)
+    model = rg.set_memory(nn.Sequential(stack), budget)
+    with pytest.raises(ValueError, match="the memory of a CPU is that of the host"):
+        model(torch.randn(8, 16))
+
+
+def test_a_graph_that_is_captured_refuses_it():
+    stack, x = deep(memory=rg.Budget("40%", host="1 GiB"), verify="never"), data(512)
+    for _ in range(3):
+        stack(x).square().mean().backward()
+    with (
+        pytest.raises(rg.RetrogradError, match="would keep values on the host"),
+        device.capture(),
+    ):
+        stack(x)

@@ -137,10 +137,11 @@ class HostStorage:
 class HostTensor:
     """A tensor whose memory waits on the host."""
 
-    __slots__ = ("dtype", "edited", "layout", "source", "storage", "where")
+    __slots__ = ("dtype", "edited", "layout", "source", "storage", "there", "where")
 
     def __init__(self, storage: HostStorage, tensor: Tensor, where: Callable[[], str]) -> None:
         self.storage = storage
+        self.there = storage_of(tensor)
         self.dtype = tensor.dtype
         self.layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
         self.source: tuple[Tensor, int] | None = (tensor.detach(), tensor._version)
@@ -179,10 +180,12 @@ class HostTier:
 
         Those with memory among `others`, which lives on in any case, stay on the device.
         """
+        # What was saved before the function ran is there: `leaving` holds its memory.
+        storages = {value.there: value.storage for value in self.leaving.get(index, ())}
         sizes = {storage_of(t): _size(t) for t in tensors if is_movable(t)}
-        if not self.memory.has_room(sum(size for key, size in sizes.items() if key not in others)):
+        new = sizes.keys() - storages.keys() - set(others)
+        if not self.memory.has_room(sum(map(sizes.__getitem__, new))):
             return None
-        storages: dict[int, HostStorage] = {}
 
         def save_one(tensor: Tensor) -> Saved:
             if not is_movable(tensor) or storage_of(tensor) in others:

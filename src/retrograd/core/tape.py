@@ -385,6 +385,8 @@ class Tape(Pass):
     def cut(self) -> None:
         """Leave the state to the walk. Whatever follows is plain autograd."""
         self.is_past_cut = True
+        if self.host is not None:
+            self.host.let_go_before(self.index)
         for at_cut in self.guards.at_cut:
             at_cut(self.state)
         self.walk.begin_at(self.state)
@@ -393,8 +395,6 @@ class Tape(Pass):
     def finish(self) -> None:
         if not self.is_past_cut:
             self.cut()
-        if self.host is not None:
-            self.host.let_go_before(self.index)
         for after_forward in self.walk.guards.after_forward:
             after_forward(self.state)
 
