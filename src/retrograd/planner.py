@@ -117,6 +117,8 @@ def level_of(update: UpdateProfile, choice: Choice, state_bytes: int = 0) -> Lev
         return kept._replace(
             choice=choice,
             bytes=kept.bytes - moved,
+            # Streams that come back are there beside those that the walk rebuilds.
+            own_bytes=kept.own_bytes + update.saved_streams * choice.saved,
             seconds=kept.seconds + waiting(update, moved),
             host=moved,
         )

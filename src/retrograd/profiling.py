@@ -79,7 +79,7 @@ class Profiling(Guard):
         if self.backward is not None:
             if measured.target_bytes is not None:
                 self.backward.add(update.target)
-            outputs = [out for outs in update.output for out in outs]
+            outputs = [*tensors_in(update.aux), *(out for outs in update.output for out in outs)]
             given = [*update.inputs, *tensors_in(update.arguments)]
             self.backward.follow(
                 update.index, [*update.result, *outputs], given, self._parameters(update)

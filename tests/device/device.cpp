@@ -268,8 +268,16 @@ struct Event {
   double clock;
 };
 
+// It does not hold the memory of the device, so that it notices if nobody does.
+struct LateCopy {
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory;
+  Tensor layout; // of the tensor on the device
+  Tensor host;
+  bool is_upload;
+};
+
 struct Queue {
-  std::deque<std::pair<Tensor, Tensor>> copies; // target and source
+  std::deque<LateCopy> copies;
   int64_t done = 0;
   int64_t work = 0;
   std::map<StreamKey, int64_t> seen; // the work of other streams that it has waited for
@@ -295,33 +303,33 @@ void count_work(DeviceIndex device) {
 
 void copy_now(const Tensor& target, const Tensor& source);
 
+Tensor with_layout_of(const Tensor& tensor, Storage storage, DispatchKeySet keys) {
+  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, tensor.dtype());
+  auto* impl = made.unsafeGetTensorImpl();
+  impl->set_storage_offset(tensor.storage_offset());
+  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  return made;
+}
+
 void catch_up(const StreamKey& stream, int64_t copies) {
   std::lock_guard<std::recursive_mutex> lock(queue_mutex);
   auto& queue = queues[stream];
   while (queue.done < copies && !queue.copies.empty()) {
-    auto [target, source] = std::move(queue.copies.front());
+    auto copy = std::move(queue.copies.front());
     queue.copies.pop_front();
     queue.done += 1;
-    const auto& on_device = is_on_device(target) ? target : source;
-    if (on_device.storage().use_count() == 1) { // nobody else's
+    auto memory = copy.memory.lock();
+    if (!memory) {
       races.push_back("memory was freed before it was copied");
+      continue;
     }
-    copy_now(target, source);
+    auto there = with_layout_of(copy.layout, Storage(std::move(memory)), KEYS);
+    copy_now(copy.is_upload ? there : copy.host, copy.is_upload ? copy.host : there);
   }
 }
 
 int64_t copies_of(const Queue& queue) {
   return queue.done + int64_t(queue.copies.size());
-}
-
-// Another tensor with the same memory, so that the queue does not hold the tensor itself.
-Tensor alias_of(const Tensor& tensor) {
-  auto alias = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, Storage(tensor.storage()), tensor.key_set(), tensor.dtype());
-  auto* impl = alias.unsafeGetTensorImpl();
-  impl->set_storage_offset(tensor.storage_offset());
-  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
-  return alias;
 }
 
 // Whether the copy is left for later.
@@ -345,7 +353,18 @@ bool is_left(const Tensor& target, const Tensor& source, bool is_async) {
   if (queue.seen[home] < queues[home].work) {
     races.push_back("a copy did not wait for the default stream");
   }
-  queue.copies.emplace_back(alias_of(target), alias_of(source));
+  const bool is_upload = is_on_device(target);
+  const auto& there = is_upload ? target : source;
+  const auto& here = is_upload ? source : target;
+  const auto cpu = DispatchKeySet(DispatchKey::CPU);
+  Storage nothing(Storage::use_byte_size_t(), 0, at::DataPtr(), nullptr, false);
+  queue.copies.push_back({
+      c10::weak_intrusive_ptr<c10::StorageImpl>(
+          c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(
+              there.storage().unsafeGetStorageImpl())),
+      with_layout_of(there, std::move(nothing), cpu),
+      with_layout_of(here, Storage(here.storage()), cpu),
+      is_upload});
   return true;
 }
 
