@@ -15,8 +15,12 @@ from torch import nn
 
 import retrograd as rg
 from benchmarks.ordinary import FlopsOfAll
+from retrograd.compiling.obstacles import _obstacle_of_settings
 from retrograd.core import host_memory
+from retrograd.planner import least_peak
+from retrograd.profile import ASSUMED_BANDWIDTH
 from tests import device, zoo
+from tests.test_tight_budgets import NETWORKS, train
 
 DEVICE = f"{device.NAME}:0"
 HOST = rg.Choice(output=True, saved=True, host=True)
@@ -460,6 +464,41 @@ def test_more_bytes_on_the_host_are_fewer_flops(make):
     assert points[0][2] == 0 and points[2][2] > 0
 
 
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_limits_are_never_exceeded(name):
+    make, shape = NETWORKS[name]
+    stack = rg.ReversibleSequence([make() for _ in range(6)], streams=rg.Split(), drift="ignore")
+    stack.to(DEVICE)
+    x = torch.randn(shape, device=DEVICE)
+    stack.memory = rg.Budget("100%")
+    bytes_of_step(stack, x)
+    (profile,) = stack._cache.profiles.values()
+    least, most = least_peak(profile, profile.needs(True)), profile.plain(True)
+    whole = sum(update.whole_bytes for update in profile.updates)
+    for way in (0.2, 0.5, 0.8):
+        limit = int(least * (most / least) ** way)
+        flops = []
+        for share in (0.1, 0.5, 1.0):
+            stack.memory = rg.Budget(limit, host=int(share * whole))
+            assert bytes_of_step(stack, x) <= limit
+            assert host_of(stack).bytes <= share * whole
+            with FlopsOfAll() as counted:
+                train(stack, x)
+            flops.append(counted.total)
+        assert flops == sorted(flops, reverse=True)
+
+
+def bytes_of_step(stack, x):
+    """The peak of the device's allocator in a step, less the gradients of parameters."""
+    for _ in range(2):
+        stack.zero_grad()
+        train(stack, x)
+    stack.zero_grad()
+    with peak_bytes() as peak:
+        train(stack, x)
+    return peak[0] - sum(p.grad.nbytes for p in stack.parameters())
+
+
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_gradients_under_a_budget(share):
     stack, x = deep(make=lambda: mlp(dropout=0.2)), data(512)
@@ -493,6 +532,24 @@ def test_copies_that_are_slow_are_not_worth_it():
         found.append(host_of(stack).bytes)
         assert host_memory.bandwidth(torch.device(DEVICE)) == pytest.approx(speed, rel=0.01)
     assert found[0] > 0 and found[1] == 0
+
+
+def test_several_processes_assume_a_speed(monkeypatch):
+    """Each would measure another one, and all must come to the same plan."""
+    monkeypatch.setattr("retrograd.profile.number_of_processes", lambda: 2)
+    stack, x = deep(memory=rg.Budget("40%", host="1 GiB")), data(512)
+    stack.plan(x)
+    assert host_memory._bandwidths == {}
+    stack(x)
+    (profile,) = stack._cache.profiles.values()
+    assert {update.copies.bandwidth for update in profile.updates} == {ASSUMED_BANDWIDTH}
+
+
+def test_a_compiled_graph_refuses_it():
+    stack = deep(memory=rg.Budget("40%", host="1 GiB"))
+    assert "keeps values on the host" in _obstacle_of_settings(stack)
+    stack.memory = "40%"
+    assert _obstacle_of_settings(stack) is None
 
 
 def test_a_plan_shows_what_is_on_the_host():

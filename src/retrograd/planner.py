@@ -117,8 +117,6 @@ def level_of(update: UpdateProfile, choice: Choice, state_bytes: int = 0) -> Lev
         return kept._replace(
             choice=choice,
             bytes=kept.bytes - moved,
-            # Streams that come back are there beside those that the walk rebuilds.
-            own_bytes=kept.own_bytes + update.saved_streams * choice.saved,
             seconds=kept.seconds + waiting(update, moved),
             host=moved,
         )
@@ -176,7 +174,9 @@ def _whole(update: UpdateProfile, choice: Choice) -> Level:
     """The level that keeps what autograd saved."""
     kept = update.whole_bytes if choice.output else update.saved_bytes
     target_bytes = update.target_bytes or 0
-    return Level(choice, kept + target_bytes, kept - update.saved_bytes, 0.0)
+    # Streams that were kept are there beside those that the walk rebuilds.
+    own_bytes = kept - update.saved_bytes + update.saved_streams
+    return Level(choice, kept + target_bytes, own_bytes, 0.0)
 
 
 def rerun(update: UpdateProfile) -> list[Operation]:

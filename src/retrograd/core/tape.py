@@ -201,12 +201,15 @@ class Tape(Pass):
         self.walk.remember(record, hooks)
         if index in self.sample:
             self.sample_bytes.append(activation_bytes(update.saved))
+        self._end(update)
+
+    def _end(self, update: Application) -> None:
         if self.steps_in_backward or not update.saved:
             self._follow_backward(update)
+        if self.host is not None:
+            self.host.let_go_before(update.index)
         self._accept(update)
         self.index += 1
-        if self.host is not None:
-            self.host.let_go_before(index)
 
     def _inspect(self) -> None:
         """Watch and verify functions from here on."""
