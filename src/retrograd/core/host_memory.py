@@ -143,7 +143,7 @@ class HostTensor:
         self.storage = storage
         self.there = storage_of(tensor)
         self.dtype = tensor.dtype
-        self.layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        self.layout = (int(tensor.storage_offset()), tensor.shape, tensor.stride())
         self.source: tuple[Tensor, int] | None = (tensor.detach(), tensor._version)
         self.edited = False
         self.where = where
@@ -283,8 +283,8 @@ def bandwidth(device: torch.device) -> float:
     if device not in _bandwidths:
         there = torch.zeros(MEASURED_BYTES, dtype=torch.uint8, device=device)
         here = torch.zeros(MEASURED_BYTES, dtype=torch.uint8, pin_memory=True)
-        for _ in range(2):  # the first one warms up
-            seconds = max(_seconds(device, here, there), _seconds(device, there, here))
+        _seconds(device, here, there)  # the first copy takes longer
+        seconds = max(_seconds(device, here, there), _seconds(device, there, here))
         _bandwidths[device] = MEASURED_BYTES / max(seconds, 1e-9)
     return _bandwidths[device]
 
