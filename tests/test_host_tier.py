@@ -181,6 +181,22 @@ def test_memory_on_the_device_is_let_go_after_the_next_update():
     assert activations(stack, x) > 6 * peaks[1]
 
 
+def test_copies_back_begin_one_update_ahead(monkeypatch):
+    seen = []
+    begin = host_memory.HostTier.before_recompute
+
+    def look(tier, index, undo):
+        was_begun = [storage.there is not None for storage in tier._alive(index)]
+        begin(tier, index, undo)
+        is_under_way = [storage.pending is not None for storage in tier._alive(index - 1)]
+        seen.append((index, all(was_begun), all(is_under_way)))
+
+    monkeypatch.setattr(host_memory.HostTier, "before_recompute", look)
+    stack, x = deep(memory=Fixed(HOST)), data()
+    stack(x).square().mean().backward()
+    assert seen == [(11, False, True), *((index, True, True) for index in range(10, -1, -1))]
+
+
 def test_the_host_does_not_wait():
     stack, x = deep(memory=Fixed(HOST)), data()
     for _ in range(3):
@@ -200,6 +216,13 @@ def test_buffers_are_used_again():
         assert memory.used == 0
         seen.append({buffer.data_ptr() for buffers in memory.free.values() for buffer in buffers})
     assert seen[0] == seen[-1] and len(seen[0]) >= 12
+
+
+def test_what_is_measured_is_on_the_device():
+    stack, x = deep(memory=Fixed(HOST)), data()
+    stack(x).square().mean().backward()
+    measured = rg.measure.step(lambda: stack(x).square().mean().backward(), stack)
+    assert measured.activation_bytes == measured.allocated
 
 
 def test_parameters_arguments_and_buffers_stay_on_the_device():

@@ -27,7 +27,10 @@ import torch
 from torch import Tensor
 
 from retrograd.core import errors
+from retrograd.core.guard import Guard, Undo
+from retrograd.core.program import Application, Program, place
 from retrograd.core.saved import Saved, save
+from retrograd.core.streams import State
 from retrograd.core.tensors import storage_of
 
 MEASURED_BYTES = 16 * 2**20
@@ -137,16 +140,16 @@ class HostStorage:
 class HostTensor:
     """A tensor whose memory waits on the host."""
 
-    __slots__ = ("dtype", "edited", "layout", "source", "storage", "there", "where")
+    __slots__ = ("dtype", "edited", "layout", "place", "source", "storage", "there")
 
-    def __init__(self, storage: HostStorage, tensor: Tensor, where: Callable[[], str]) -> None:
+    def __init__(self, storage: HostStorage, tensor: Tensor, program: Program, index: int) -> None:
         self.storage = storage
+        self.place = (program, index)
         self.there = storage_of(tensor)
         self.dtype = tensor.dtype
         self.layout = (int(tensor.storage_offset()), tensor.shape, tensor.stride())
         self.source: tuple[Tensor, int] | None = (tensor.detach(), tensor._version)
         self.edited = False
-        self.where = where
 
     def let_go(self) -> None:
         """Of the tensor on the device. One that was edited before it was copied is lost."""
@@ -158,16 +161,16 @@ class HostTensor:
     def get(self) -> Tensor:
         self.let_go()
         if self.edited:
-            raise errors.edited_output(self.where(), "a value that was copied to the host")
+            raise errors.edited_output(place(*self.place), "a value that was copied to the host")
         return _tensor_of(self.storage.get(), self.storage.device, self.dtype, *self.layout)
 
 
-class HostTier:
-    """What one call keeps on the host."""
+class HostTier(Guard):
+    """What one call keeps on the host; and, as a guard, when it moves."""
 
-    def __init__(self, memory: HostMemory, place: Callable[[int], str]) -> None:
+    def __init__(self, memory: HostMemory, program: Program) -> None:
         self.memory = memory
-        self.place = place
+        self.program = program
         self.storages: dict[int, list[weakref.ref[HostStorage]]] = {}  # by update
         self.leaving: dict[int, list[HostTensor]] = {}  # still on the device, too; by update
 
@@ -194,7 +197,7 @@ class HostTier:
             if storage is None:
                 return save(tensor.detach())
             storages[storage_of(tensor)] = storage
-            value = HostTensor(storage, tensor, lambda: self.place(index))
+            value = HostTensor(storage, tensor, self.program, index)
             self.leaving.setdefault(index, []).append(value)
             return Saved(value, tensor._version, HostTensor.get)
 
@@ -209,7 +212,14 @@ class HostTier:
         self.storages.setdefault(index, []).append(weakref.ref(storage))
         return storage
 
-    def let_go_before(self, index: int) -> None:
+    def after_update(self, update: Application) -> None:
+        """What earlier updates kept has had the time of this one to get to the host."""
+        self._let_go_before(update.index)
+
+    def at_cut(self, state: State) -> None:
+        self._let_go_before(len(self.program))
+
+    def _let_go_before(self, index: int) -> None:
         """Of the device's memory of updates before this one."""
         for number in [number for number in self.leaving if number < index]:
             for value in self.leaving.pop(number):
@@ -218,12 +228,20 @@ class HostTier:
 
     # --- backward
 
-    def fetch(self, index: int) -> None:
-        """Start to copy back what waits for this update."""
-        for reference in self.storages.get(index, ()):
-            storage = reference()
-            if storage is not None:
+    def before_recompute(self, index: int, undo: Undo) -> None:
+        """Copy back what waits for this update, and for the one that comes next."""
+        for number in (index, index - 1):
+            for storage in self._alive(number):
                 storage.fetch()
+
+    def after_undo(self, index: int, state: State) -> None:
+        """What nobody has asked for stays on the host."""
+        for storage in self._alive(index):
+            storage.let_go()
+
+    def _alive(self, index: int) -> list[HostStorage]:
+        found = [reference() for reference in self.storages.get(index, ())]
+        return [storage for storage in found if storage is not None]
 
 
 def is_movable(tensor: Tensor) -> bool:

@@ -138,12 +138,13 @@ class Tape(Pass):
             verify,
         )
         self.local_backward = next(g for g in guards if isinstance(g, LocalBackward))
+        self.host = None if host is None else self._host_tier(host)
         guards = choose_guards(guards)
+        if self.host is not None:
+            guards = [*guards, self.host]
         self.guards_past_cut = Guards(guard for guard in guards if not guard.rebuilt_only)
         self.surround(guards)
-        self.host = None if host is None else self._host_tier(host)
-        home = home_streams(devices)
-        self.walk = Walk(context, self.specs, arguments, self.guards, home, self.host)
+        self.walk = Walk(context, self.specs, arguments, self.guards, home_streams(devices))
 
     def _host_tier(self, memory: HostMemory) -> HostTier | None:
         """None if the plan keeps nothing on the host."""
@@ -152,7 +153,7 @@ class Tape(Pass):
             return None
         if self.is_capturing:
             raise errors.capture_copies()
-        return HostTier(memory, functools.partial(place, self.context.weak_program))
+        return HostTier(memory, self.context.weak_program)
 
     def _copy_inference_tensors(self) -> None:
         """Autograd cannot save tensors of inference mode."""
@@ -201,13 +202,8 @@ class Tape(Pass):
         self.walk.remember(record, hooks)
         if index in self.sample:
             self.sample_bytes.append(activation_bytes(update.saved))
-        self._end(update)
-
-    def _end(self, update: Application) -> None:
         if self.steps_in_backward or not update.saved:
             self._follow_backward(update)
-        if self.host is not None:
-            self.host.let_go_before(update.index)
         self._accept(update)
         self.index += 1
 
@@ -388,8 +384,6 @@ class Tape(Pass):
     def cut(self) -> None:
         """Leave the state to the walk. Whatever follows is plain autograd."""
         self.is_past_cut = True
-        if self.host is not None:
-            self.host.let_go_before(self.index)
         for at_cut in self.guards.at_cut:
             at_cut(self.state)
         self.walk.begin_at(self.state)

@@ -55,7 +55,6 @@ from torch import Tensor
 from retrograd.core import errors
 from retrograd.core.guard import Guards, Undo
 from retrograd.core.home_streams import HomeStreams, used_elsewhere
-from retrograd.core.host_memory import HostTier
 from retrograd.core.operations import ReuseOperations
 from retrograd.core.pin import Pinned, boxes
 from retrograd.core.private import (
@@ -237,10 +236,8 @@ class Walk:
         arguments: KeywordArguments,
         guards: Guards,
         home: HomeStreams | None,
-        host: HostTier | None = None,
     ) -> None:
         self.home = home
-        self.host = host
         self.context = weakref.ref(context)
         self.held_context: ForwardContext | None = None  # once backward has arrived
         self.program = context.weak_program
@@ -390,9 +387,6 @@ class Walk:
         while (position := self.position) is not None and position > index:
             self.leave()
             self._move_anchor(position)
-            if self.host is not None:  # a copy back takes as long as the update before it
-                self.host.fetch(position - 1)
-                self.host.fetch(position - 2)
             self.recompute(position - 1, undo=True)
 
     def begin_again(self, index: int) -> None:
