@@ -565,7 +565,7 @@ def test_several_processes_assume_a_speed(monkeypatch):
     assert host_memory._bandwidths == {}
     stack(x)
     (profile,) = stack._cache.profiles.values()
-    assert {update.copies.bandwidth for update in profile.updates} == {ASSUMED_BANDWIDTH}
+    assert {update.bandwidth for update in profile.updates} == {ASSUMED_BANDWIDTH}
 
 
 def test_a_compiled_graph_refuses_it():

@@ -7,7 +7,7 @@ head's forward and, when the model has returned, of its backward up to the outpu
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,21 @@ from retrograd.core.streams import State, tensors_in
 from retrograd.core.tensors import describe, nbytes, storage_of
 from retrograd.measure import LiveBytes
 from retrograd.stack import Total
-from retrograd.stepplan import Head
+
+
+class Head(NamedTuple):
+    """What a model runs after its last stack.
+
+    Attributes:
+        name: the parameter that made its largest tensor; the operation and the shape, if none did.
+        bytes: the most alive at once, in forward and backward, beyond the output of the stack.
+            Gradients of parameters count if forward makes them, as `linear_cross_entropy` does.
+        sets_peak: whether the peak of the model is here, and not in its stacks.
+    """
+
+    name: str
+    bytes: int
+    sets_peak: bool = False
 
 
 class HeadWatch(LiveBytes):
@@ -39,6 +53,10 @@ class HeadWatch(LiveBytes):
         self.is_new = True
         self.largest = 0
         self.name = ""
+
+    def guard(self) -> Guard:
+        """A guard that tells when a stack is done."""
+        return _BeginsHead(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.is_new:  # by now, callers have let go of the input of the stack
@@ -72,9 +90,7 @@ class HeadWatch(LiveBytes):
         return Head(name, self.peak - self.before)
 
 
-class BeginsHead(Guard):
-    """Tells a `HeadWatch` when a stack is done."""
-
+class _BeginsHead(Guard):
     def __init__(self, watch: HeadWatch) -> None:
         self.watch = watch
         self.outputs: tuple[Tensor, ...] = ()

@@ -97,7 +97,7 @@ def all_levels(update: UpdateProfile, may_rerun: bool = False) -> list[Level]:
 
 def host_levels(update: UpdateProfile) -> list[Level]:
     """The levels that keep something on the host."""
-    if update.copies is None:
+    if not update.bandwidth:
         return []
     needs_output = update.target_bytes is None
     choices = []
@@ -145,10 +145,10 @@ def level_of(update: UpdateProfile, choice: Choice, state_bytes: int = 0) -> Lev
 
 def waiting(update: UpdateProfile, moved: int) -> float:
     """Seconds that the device waits for copies to the host and back, beside the next update."""
-    if update.copies is None:
+    if not update.bandwidth:
         return 0.0
-    seconds = moved / update.copies.bandwidth
-    beside = update.copies.seconds
+    seconds = moved / update.bandwidth
+    beside = update.seconds_beside
     stalls = max(seconds - beside, 0.0) + max(seconds - 2 * beside, 0.0)  # forward and backward
     return stalls + COPY_COST * seconds
 
@@ -285,12 +285,18 @@ def segments(updates: Sequence[UpdateProfile], targets: Sequence[str], every: in
     return distances
 
 
-class Base(NamedTuple):
+class Base:
     """What a plan starts from: the least that it keeps."""
 
-    needs: list[int]  # bytes at each update of the backward pass, and before it begins
-    distances: list[int]  # see `segments`
-    host: int = 0  # bytes of targets that wait on the host; else they are on the device
+    def __init__(self, needs: list[int], distances: list[int], host: int = 0) -> None:
+        self.needs = needs  # bytes at each update of the backward pass, and before it begins
+        self.distances = distances  # see `segments`
+        self.host = host  # bytes of targets that wait on the host; else they are on the device
+        self.peak = max(needs, default=0)
+
+    def room(self, limit: int) -> list[int]:
+        """The free bytes at these moments."""
+        return [limit - need for need in self.needs]
 
 
 def bases(profile: Profile, needs: Sequence[int]) -> Iterator[Base]:
@@ -338,16 +344,15 @@ def best_plans(
     floors = []
     found: list[_Purchase] = []
     for base in bases(profile, needs):
-        floors.append(max(base.needs, default=0))
-        if floors[-1] <= limit:
-            room = [limit - need for need in base.needs]
+        floors.append(base.peak)
+        if base.peak <= limit:
+            room = base.room(limit)
             found += [_better(profile, room, base, on, given) for on in sorted({0, host})]
             break
     for base in bases_on_host(profile, needs, host):
-        floors.append(max(base.needs, default=0))
-        if floors[-1] <= limit:
-            room = [limit - need for need in base.needs]
-            found.append(_better(profile, room, base, host, given))
+        floors.append(base.peak)
+        if base.peak <= limit:
+            found.append(_better(profile, base.room(limit), base, host, given))
     if not found:
         return None, min(floors, default=0)
     return min(found, key=_Purchase.seconds).plans, min(floors)
@@ -381,30 +386,23 @@ def all_segments(updates: Sequence[UpdateProfile], targets: Sequence[str]) -> It
         yield distances
 
 
-class _Offer(NamedTuple):
+# The most time saved per byte comes first, on the device and then on the host; among equals the
+# last update (on the host the first one), then the oldest offer.
+_Rank = tuple[float, float, int, int]
+
+
+class _Offer:
     """An update may go from one level to another."""
 
-    # The most time saved per byte comes first, on the device and then on the host; among equals the
-    # last update (on the host the first one), then the oldest offer.
-    rank: tuple[float, float, int, int]
-    position: int  # of the update
-    before: Level
-    after: Level
-
-    @property
-    def bytes(self) -> int:
-        """More bytes while backward is at the later updates."""
-        return self.after.bytes - self.before.bytes
-
-    @property
-    def own_bytes(self) -> int:
-        """More bytes while backward is at this update."""
-        return self.after.own_bytes - self.before.own_bytes
-
-    @property
-    def host(self) -> int:
-        """More bytes on the host, and on the device while backward is at the next update."""
-        return self.after.host - self.before.host
+    def __init__(self, position: int, before: Level, after: Level) -> None:
+        self.position = position  # of the update
+        self.before = before
+        self.after = after
+        # More bytes while backward is at the later updates, and at this one; and on the host (on
+        # the device, too, while backward is at the next update).
+        self.bytes = after.bytes - before.bytes
+        self.own_bytes = after.own_bytes - before.own_bytes
+        self.host = after.host - before.host
 
 
 class _Purchase:
@@ -438,7 +436,7 @@ class _Purchase:
         self.state_bytes = [places[start].streams for start in self.starts[:-1]]
         self.cuts = self.starts[1:]  # from there on, everything of a call is kept
         self.call_of = [call for call, length in enumerate(profile.lengths) for _ in range(length)]
-        self.offers: list[_Offer] = []  # a heap
+        self.offers: list[tuple[_Rank, _Offer]] = []  # a heap
         self.is_filling = False
         self.serial = itertools.count()  # numbers the offers
 
@@ -473,7 +471,7 @@ class _Purchase:
 
     def _take_offers(self) -> None:
         while self.offers:
-            offer = heapq.heappop(self.offers)
+            _, offer = heapq.heappop(self.offers)
             if offer.before is not self.chosen[offer.position]:
                 self._renew(offer)
             elif self._fits(offer):
@@ -523,7 +521,7 @@ class _Purchase:
         per_host_byte = (before.seconds - after.seconds) / on_host if on_host > 0 else 0.0
         order = index if on_host > 0 else -index
         rank = (-_saved_per_byte(before, after), -per_host_byte, order, next(self.serial))
-        heapq.heappush(self.offers, _Offer(rank, index, before, after))
+        heapq.heappush(self.offers, (rank, _Offer(index, before, after)))
 
     def _host_levels(self, update: UpdateProfile) -> list[Level]:
         """The levels on the host. A target that is kept on the device stays there."""

@@ -89,13 +89,6 @@ class Operation(NamedTuple):
     flops: int = 0
 
 
-class Copies(NamedTuple):
-    """What copies to the host and back take."""
-
-    bandwidth: float  # bytes a second
-    seconds: float  # of the next update, beside which they run
-
-
 @dataclass
 class UpdateProfile:
     """What the watched pass needed for one update."""
@@ -118,7 +111,9 @@ class UpdateProfile:
     gradients: dict[int, int] = field(default_factory=dict)  # bytes, by the parameter's id
     arguments: set[Any] = field(default_factory=set)  # signatures: see `profiling.LaterArguments`
     measured: MeasuredBackward | None = None  # None: backward was not measured, so far
-    copies: Copies | None = None  # None: nothing may wait on the host
+    # No annotation: no fields of the dataclass. `Profile.use_host` sets them.
+    bandwidth = 0.0  # to the host and back, bytes a second; 0: nothing may wait there
+    seconds_beside = 0.0  # of the next update, beside which copies run
 
     @property
     def seconds(self) -> float:
@@ -334,7 +329,8 @@ class Profile:
         speed = ASSUMED_BANDWIDTH if number_of_processes() > 1 else bandwidth(found[0])
         following = [*(update.seconds for update in self.updates[1:]), 0.0]
         for update, seconds in zip(self.updates, following):
-            update.copies = Copies(speed, seconds)
+            update.bandwidth = speed
+            update.seconds_beside = seconds
 
     # --- what a step needs
 

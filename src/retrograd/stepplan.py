@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from retrograd.core.memory import Choice, Plan
 from retrograd.files import save_figure
@@ -15,6 +15,9 @@ from retrograd.line_labels import LineLabel, label_lines
 from retrograd.planner import Level, least_peak, levels_in, start_of_walk
 from retrograd.profile import Profile, UpdateProfile
 from retrograd.sizes import MIB
+
+if TYPE_CHECKING:
+    from retrograd.head import Head
 
 
 class Row(NamedTuple):
@@ -38,21 +41,6 @@ class Row(NamedTuple):
     forward: int
     backward: int
     host: int = 0
-
-
-class Head(NamedTuple):
-    """What a model runs after its last stack.
-
-    Attributes:
-        name: the parameter that made its largest tensor; the operation and the shape, if none did.
-        bytes: the most alive at once, in forward and backward, beyond the output of the stack.
-            Gradients of parameters count if forward makes them, as `linear_cross_entropy` does.
-        sets_peak: whether the peak of the model is here, and not in its stacks.
-    """
-
-    name: str
-    bytes: int
-    sets_peak: bool = False
 
 
 @dataclass(frozen=True)

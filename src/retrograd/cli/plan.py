@@ -67,8 +67,8 @@ def _plans(target: str, modes: list[Any]) -> list[StepPlan]:
 
     module, args, kwargs = load(target)
     try:
-        measured = measured_calls(as_module(module), args, kwargs)
-        return [plan_in(mode, measured) for mode in modes] if measured.calls else []
+        calls, head = measured_calls(as_module(module), args, kwargs)
+        return [plan_in(mode, calls, head) for mode in modes] if calls else []
     except RetrogradError as error:
         raise Mistake(" ".join(str(error).split())) from error
     except Exception as error:
