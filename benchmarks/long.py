@@ -1,12 +1,13 @@
 """An 8B Llama's geometry with long sequences: bytes and FLOPs, counted without memory.
 
-    python -m benchmarks.long [--layers 32] [--tokens 131072 524288] [--write]
+    python -m benchmarks.long [--layers 32] [--tokens 131072 524288] [--write]     2 minutes
 
 Width 4,096, 32 heads (8 of keys and values), feed-forward 14,336, 128,256 words, bfloat16, one
 sequence. All tensors are on the device `meta`: they have shapes and no values, so every byte and
 every FLOP is counted and nothing is computed. Bytes are the peak of a step, less parameters and
 their gradients. FLOPs are relative to plain autograd, attention included. What offloading moves
-over the bus is counted both ways. `--write` puts the table into docs/benchmarks.md.
+over the bus is counted both ways. The loss head is measured by itself, against its own FLOPs with
+all logits at once. `--write` puts the table into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -150,6 +151,31 @@ NETWORKS: dict[str, Callable[[Geometry], nn.Module]] = {
 }
 
 
+def of_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    nn.functional.cross_entropy(nn.functional.linear(hidden, weight), targets).backward()
+
+
+def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    """What `torch.nn.functional.linear_cross_entropy` runs. The operator itself shows nothing of
+    what it needs inside. Its forward makes the gradients.
+    """
+    from torch.nn.modules import linear_cross_entropy  # since torch 2.13
+
+    run = linear_cross_entropy._linear_cross_entropy_batch_chunked._init_fn
+    ignored, smoothing, needs_grad = -100, 0.0, (True, True, False)
+    _, hidden.grad, weight.grad, *_ = run(
+        *(hidden.detach(), weight.detach(), targets, None, None, "mean", ignored, smoothing),
+        *(HEAD_CHUNK, "compact", torch.float32, False, *needs_grad),
+    )
+
+
+HEAD_CHUNK = 2048  # tokens
+HEADS: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {
+    "loss head, all logits": of_logits,
+    "loss head, `linear_cross_entropy`": in_chunks,
+}
+
+
 class FlopsOfStep(FlopsOfAll):
     """Counts the backward of attention, too: five products, where forward has two."""
 
@@ -218,6 +244,23 @@ def measure(name: str, of: Geometry, tokens: int) -> Row:
     return Row(name, tokens, live.peak - gradients, flops.total, moved)
 
 
+def measure_head(name: str, of: Geometry, tokens: int) -> Row:
+    with torch.device("meta"):
+        weight = nn.Parameter(torch.empty(of.words, of.width, dtype=torch.bfloat16))
+        hidden = torch.empty(tokens, of.width, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.empty(tokens, dtype=torch.int64)
+
+    def step() -> None:
+        hidden.grad = weight.grad = None
+        HEADS[name](hidden, weight, targets)
+
+    with LiveBytes() as live:
+        step()
+    with FlopsOfStep() as flops:
+        step()
+    return Row(name, tokens, live.peak - weight.nbytes, flops.total, 0)
+
+
 def table(rows: list[Row]) -> str:
     lengths = list(dict.fromkeys(row.tokens for row in rows))
     titles = " | ".join(f"{n:,} tokens: GiB | FLOPs | over the bus, GiB" for n in lengths)
@@ -225,7 +268,8 @@ def table(rows: list[Row]) -> str:
     for name in dict.fromkeys(row.name for row in rows):
         cells = [name]
         for row in (row for row in rows if row.name == name):
-            plain = next(r for r in rows if r.name in NETWORKS and r.tokens == row.tokens)
+            group: Any = HEADS if name in HEADS else NETWORKS
+            plain = next(r for r in rows if r.name in group and r.tokens == row.tokens)
             bus = f"{row.bus / GIB:.0f}" if row.bus else ""
             cells += [f"{row.bytes / GIB:.1f}", f"{row.flops / plain.flops:.3f}", bus]
         lines.append(f"| {' | '.join(cells)} |")
@@ -245,6 +289,9 @@ def main() -> None:
     for tokens in options.tokens:
         for name in NETWORKS:
             rows.append(measure(name, of, tokens))
+            print(rows[-1], flush=True)
+        for name in HEADS:
+            rows.append(measure_head(name, of, tokens))
             print(rows[-1], flush=True)
     text = table(rows)
     print(text)

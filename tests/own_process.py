@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-FILES = ("test_device.py",)
+FILES = ("test_device.py", "test_host_tier.py")
 REPORTS = "RETROGRAD_TEST_REPORTS"  # the file that a process of its own writes its reports to
 LIMIT = 600.0  # seconds: only a hang takes that long
 

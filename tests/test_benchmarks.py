@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import retrograd as rg
-from benchmarks import compare_checkouts, matrix, overhead
+from benchmarks import compare_checkouts, long, matrix, overhead
 from benchmarks.__main__ import main
 from retrograd.core.observe import Observer
 
@@ -154,3 +154,19 @@ def test_the_cases_that_are_compared_have_names_of_their_own_and_give_something(
         assert found.error is None
         assert found.tensors["step 2, gradient of updates.0.fn.fn.up.weight"] is not None
         assert found.counts["evaluations of updates.0"] in (1, 2)
+
+
+def test_long_sequences_are_counted():
+    """A stack needs less than plain autograd, and a loss in chunks less than one of all logits."""
+    of = long.Geometry(layers=3, width=64, heads=4, pairs=2, hidden=128, words=500)
+    plain, *_ = names = ["plain autograd", "checkpoint, offloaded", "retrograd, pairs, `Chunked`"]
+    rows = {name: long.measure(name, of, 2048) for name in names}
+    assert max(rows.values(), key=lambda row: row.bytes).name == plain
+    assert min(rows.values(), key=lambda row: row.flops).name == plain
+    assert rows["checkpoint, offloaded"].bus == 2 * 3 * 2048 * 64 * 2  # the inputs of the layers
+    if not hasattr(nn, "LinearCrossEntropyOptions"):
+        return
+    heads = [long.measure_head(name, of, 16 * long.HEAD_CHUNK) for name in long.HEADS]
+    assert heads[0].flops == heads[1].flops
+    assert heads[1].bytes < heads[0].bytes / 2
+    assert "| loss head, all logits | 0.1 | 1.000 |" in long.table([*rows.values(), *heads])

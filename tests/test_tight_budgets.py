@@ -151,6 +151,16 @@ def least_in_first_step(stack, x):
     return rg.Budget(fix).bytes_of(0)
 
 
+def test_the_backward_of_auxiliary_outputs_is_measured():
+    """There backward may first ask for what autograd saved of the update."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 64)
+    stack = rg.ReversibleSequence([(Auxiliary(), FeedForward(32))] * 3, streams=rg.Split())
+    profile = measured_profile(stack, x)
+    for update in profile.updates:
+        assert update.measured.peak >= update.saved_bytes - update.saved_streams
+
+
 def test_plans_of_tensors_without_values():
     with torch.device("meta"):
         stack = rg.ReversibleSequence(

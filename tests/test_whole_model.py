@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import retrograd as rg
 from retrograd.compat.reformer import ReversibleSequence as ReformerSequence
@@ -193,6 +194,84 @@ def test_copies_and_pickles_have_a_budget_of_their_own():
         assert first is not model.stages[0].memory
         assert all(stage.memory is first for stage in other.stages)
         assert of_stacks(other) == peak
+
+
+# --- the head
+
+
+class Words(nn.Module):
+    """A language model that returns its loss."""
+
+    def __init__(self, words, loss):
+        super().__init__()
+        self.embedding = nn.Embedding(words, 16)
+        self.stacks = nn.Sequential(
+            *[rg.ReversibleSequence([(mlp(16), mlp(16)) for _ in range(4)]) for _ in range(2)]
+        )
+        self.out = nn.Linear(16, words)
+        self.loss = loss
+
+    def forward(self, tokens):
+        return self.head(self.stacks(self.embedding(tokens)), tokens)
+
+    def head(self, hidden, tokens):
+        return self.loss(hidden, self.out.weight, self.out.bias, tokens)
+
+
+def of_logits(hidden, weight, bias, targets):
+    return nn.functional.cross_entropy(nn.functional.linear(hidden, weight, bias), targets)
+
+
+def in_chunks(hidden, weight, bias, targets):
+    parts = zip(hidden.split(8), targets.split(8))
+    return sum(checkpoint(of_logits, h, weight, bias, t, use_reentrant=False) for h, t in parts)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("words", "loss", "sets_peak"),
+    [(1000, of_logits, True), (20, of_logits, False), (1000, in_chunks, False)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_plan_names_the_head_if_it_sets_the_peak(words, loss, sets_peak, tied):
+    model = Words(words, loss)
+    tokens = torch.randint(words, (256,), generator=torch.Generator().manual_seed(0))
+    if tied:
+        model.out.weight = model.embedding.weight
+    plan = rg.plan(model, tokens)
+    hidden = torch.randn(256, 16, requires_grad=True)
+    with LiveBytes() as live:
+        torch.autograd.grad(model.head(hidden, tokens), hidden)
+    name = "embedding.weight" if tied else "out.weight"
+    assert abs(plan.head.bytes - live.peak) <= 64  # numbers
+    assert plan.head._replace(bytes=0) == (name, 0, sets_peak)
+    assert (f"The head ({name}) sets the peak of the model" in str(plan)) == sets_peak
+    assert (f"{plan.head.bytes / 2**20:.2f} MiB beside" in str(plan)) == sets_peak
+    with LiveBytes() as live:
+        model(tokens).backward()
+    gradients = sum(p.grad.nbytes for p in model.parameters())
+    at_head = plan.rows[-1].backward < live.peak  # what the figures of the plan do not explain
+    assert at_head if sets_peak else live.peak - gradients < plan.peak + 256 * 16 * 4
+
+
+def test_the_largest_operation_names_a_head_without_a_parameter():
+    stack = rg.Residual([nn.Linear(8, 8) for _ in range(3)])
+    plan = rg.plan(lambda x: (stack(x)[:, None] - stack(x)[None]).square().mean(), X[:64, :8])
+    assert plan.head.name == "sub, float32[64, 64, 8]" and plan.head.sets_peak
+
+
+def test_models_whose_head_cannot_be_measured():
+    stack = rg.Residual([nn.Linear(16, 16) for _ in range(3)])
+    assert rg.plan(stack, X).head is None  # there is none
+
+    def train(x):
+        loss = stack(x).square().mean()
+        loss.backward()
+        return loss
+
+    assert rg.plan(train, X).head is None
+    with torch.no_grad():
+        assert rg.plan(lambda x: stack(x).detach(), X).head is None
 
 
 # --- other modes

@@ -41,6 +41,9 @@ class Budget:
     Args:
         limit: a number of bytes, a size such as `"2 GiB"` or `"500 MB"`, or a share of what plain
             autograd needs: `"25%"`.
+        host: what is kept may also wait in the memory of the host, up to so many bytes: a number or
+            a size. It is copied there in forward, and back ahead of its use, beside the work of an
+            accelerator. On a CPU it raises.
 
     The limit is on the peak of live tensor bytes in a step, without gradients, parameters and
     optimizer state. It counts what the stack makes, not what the rest of the model does. The first
@@ -52,13 +55,35 @@ class Budget:
     Example:
         >>> rg.Budget("2 GiB").bytes_of(plain=2**40)
         2147483648
+        >>> rg.Budget("2 GiB", host="16 GiB")
+        Budget(limit='2 GiB', host='16 GiB')
     """
 
     limit: int | str
+    host: int | str | None = None
     needs_profile = True  # no annotation: a fact about the class, not a field
 
     def __post_init__(self) -> None:
         self.bytes_of(0)  # raises if the limit makes no sense
+        _ = self.host_bytes
+
+    def __repr__(self) -> str:
+        host = "" if self.host is None else f", host={self.host!r}"
+        return f"Budget(limit={self.limit!r}{host})"
+
+    @property
+    def host_bytes(self) -> int:
+        """The limit on the host in bytes."""
+        if self.host is None or (type(self.host) is int and self.host > 0):
+            return self.host or 0
+        is_size = isinstance(self.host, str) and not self.host.strip().endswith("%")
+        bytes_ = _parse(self.host, 0) if is_size else None  # type: ignore[arg-type]
+        if bytes_ is None:
+            raise ValueError(
+                f"Budget({self.limit!r}, host={self.host!r}): host is a number of bytes or a size "
+                'such as "16 GiB".'
+            )
+        return bytes_
 
     def bytes_of(self, plain: int) -> int:
         """The limit in bytes, where plain autograd needs `plain`."""
@@ -82,11 +107,13 @@ class Budget:
         """The plans for calls like those that `profile` watched. `fresh`: parameters have no
         gradients before the step.
         """
+        if self.host_bytes:
+            profile.use_host(self)
         plain = profile.plain(fresh)
         limit = self.bytes_of(plain)
         if limit >= plain:
             return [Plan(keep_from=0) for _ in profile.lengths]
-        plans, floor = best_plans(profile, profile.needs(fresh), limit)
+        plans, floor = best_plans(profile, profile.needs(fresh), limit, host=self.host_bytes)
         if plans is None:
             raise BudgetError(_too_small(self, limit, floor, plain, fresh))
         return plans

@@ -19,6 +19,11 @@ What is kept for an update stays alive until backward reaches it. So a byte kept
 takes room from fewer updates than a byte kept for an early one. The limit holds at every update,
 because the room differs: backward creates parameter gradients on its way.
 
+What is kept may wait on the *host*. Then it takes room at its own update and at the next one only:
+there it leaves in forward, and comes back in backward. It costs what the copies take beyond the
+time of that next update, and room on the host. Early updates come first, because on the device
+they would wait longest.
+
 Calls of several stacks may share a limit. Then their updates are one list, since backward goes
 through all of them, and each call has its own last updates.
 """
@@ -28,6 +33,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -39,7 +45,12 @@ from retrograd.profile import Operation, Profile, UpdateProfile
 WATCHING_SECONDS = 4e-5
 
 
+# Of the time of a copy: what it costs at least, so that the device is preferred while it has room.
+COPY_COST = 0.01
+
+
 RERUN = Choice(rerun=True)
+BASE_ON_HOST = Choice(host=True)  # its target, if that has to be kept
 
 
 class Level(NamedTuple):
@@ -48,7 +59,8 @@ class Level(NamedTuple):
     choice: Choice | None  # None: everything
     bytes: int  # kept while backward is at the later updates
     own_bytes: int  # while backward is at this update, beyond what autograd saves there anyway
-    seconds: float
+    seconds: float  # of its recompute, and of waiting for copies
+    host: int = 0  # bytes on the host; and more on the device while backward is at the next update
 
 
 # --- the levels of one update
@@ -83,8 +95,31 @@ def all_levels(update: UpdateProfile, may_rerun: bool = False) -> list[Level]:
     return [nothing, *(level_of(update, choice) for choice in choices)]
 
 
+def host_levels(update: UpdateProfile) -> list[Level]:
+    """The levels that keep something on the host."""
+    if not update.bandwidth:
+        return []
+    needs_output = update.target_bytes is None
+    choices = []
+    if not (needs_output and update.coupling_saves):
+        choices.append(Choice(needs_output, host=True))
+    if update.saved_by_fn and not update.coupling_saves:
+        choices.append(Choice(needs_output, saved=True, host=True))
+    return [level_of(update, choice) for choice in choices]
+
+
 def level_of(update: UpdateProfile, choice: Choice, state_bytes: int = 0) -> Level:
     """The level that keeps `choice`. `state_bytes`: of all streams."""
+    if choice.host:
+        kept = level_of(update, choice._replace(host=False), state_bytes)
+        again = recomputed(update, choice)
+        moved = kept.bytes - sum(o.bytes for o in again if (o.name, o.number) in choice.operations)
+        return kept._replace(
+            choice=choice,
+            bytes=kept.bytes - moved,
+            seconds=kept.seconds + waiting(update, moved),
+            host=moved,
+        )
     if choice.saved and not update.coupling_saves:
         return _whole(update, choice)
     operations = recomputed(update, choice)
@@ -108,6 +143,16 @@ def level_of(update: UpdateProfile, choice: Choice, state_bytes: int = 0) -> Lev
     )
 
 
+def waiting(update: UpdateProfile, moved: int) -> float:
+    """Seconds that the device waits for copies to the host and back, beside the next update."""
+    if not update.bandwidth:
+        return 0.0
+    seconds = moved / update.bandwidth
+    beside = update.seconds_beside
+    stalls = max(seconds - beside, 0.0) + max(seconds - 2 * beside, 0.0)  # forward and backward
+    return stalls + COPY_COST * seconds
+
+
 def recomputed(update: UpdateProfile, choice: Choice) -> list[Operation]:
     """The operations in a recompute of an update; those that `choice` keeps are among them."""
     is_kept = update.target_bytes is not None
@@ -129,7 +174,9 @@ def _whole(update: UpdateProfile, choice: Choice) -> Level:
     """The level that keeps what autograd saved."""
     kept = update.whole_bytes if choice.output else update.saved_bytes
     target_bytes = update.target_bytes or 0
-    return Level(choice, kept + target_bytes, kept - update.saved_bytes, 0.0)
+    # Streams that were kept are there beside those that the walk rebuilds.
+    own_bytes = kept - update.saved_bytes + update.saved_streams
+    return Level(choice, kept + target_bytes, own_bytes, 0.0)
 
 
 def rerun(update: UpdateProfile) -> list[Operation]:
@@ -238,11 +285,39 @@ def segments(updates: Sequence[UpdateProfile], targets: Sequence[str], every: in
     return distances
 
 
+class Base:
+    """What a plan starts from: the least that it keeps."""
+
+    def __init__(self, needs: list[int], distances: list[int], host: int = 0) -> None:
+        self.needs = needs  # bytes at each update of the backward pass, and before it begins
+        self.distances = distances  # see `segments`
+        self.host = host  # bytes of targets that wait on the host; else they are on the device
+        self.peak = max(needs, default=0)
+
+    def room(self, limit: int) -> list[int]:
+        """The free bytes at these moments."""
+        return [limit - need for need in self.needs]
+
+
+def bases(profile: Profile, needs: Sequence[int]) -> Iterator[Base]:
+    """With targets on the device, those that keep most of them first."""
+    for distances in all_segments(profile.updates, profile.targets):
+        yield Base(base_needs(profile.updates, needs, distances), distances)
+
+
+def bases_on_host(profile: Profile, needs: Sequence[int], host: int) -> Iterator[Base]:
+    """With all targets on the host, if they have room there."""
+    moved = [level_of(update, BASE_ON_HOST).host for update in profile.updates]
+    if 0 < sum(moved) <= host:
+        with_next = list(map(operator.add, needs, [0, *moved]))
+        yield Base(with_next, [0] * len(moved), sum(moved))
+
+
 def base_needs(
     updates: Sequence[UpdateProfile], needs: Sequence[int], distances: Sequence[int]
 ) -> list[int]:
     """The bytes at each update of the backward pass, and before it begins, if the targets of these
-    segments are kept. `needs` are the bytes without them.
+    segments are kept on the device. `needs` are the bytes without them.
     """
     kept = 0
     found = []
@@ -259,41 +334,47 @@ def base_needs(
 
 
 def best_plans(
-    profile: Profile, needs: Sequence[int], limit: int, given: Sequence[Plan] = ()
+    profile: Profile, needs: Sequence[int], limit: int, given: Sequence[Plan] = (), host: int = 0
 ) -> tuple[list[Plan] | None, int]:
     """The plan of each call within `limit`; None if none fits. And the least limit that would do.
 
     `needs` are the bytes at each update of the backward pass, and before it begins, if nothing is
-    kept. The first calls follow the `given` plans.
+    kept. The first calls follow the `given` plans. `host`: the limit of bytes on the host.
     """
-    floor: int | None = None
-    for distances in all_segments(profile.updates, profile.targets):
-        bases = base_needs(profile.updates, needs, distances)
-        peak = max(bases, default=0)
-        if peak <= limit:
-            room = [limit - base for base in bases]
-            return _better_plans(profile, room, distances, given), peak
-        floor = peak if floor is None else min(floor, peak)
-    return None, floor or 0
+    floors = []
+    found: list[_Purchase] = []
+    for base in bases(profile, needs):
+        floors.append(base.peak)
+        if base.peak <= limit:
+            room = base.room(limit)
+            found += [_better(profile, room, base, on, given) for on in sorted({0, host})]
+            break
+    for base in bases_on_host(profile, needs, host):
+        floors.append(base.peak)
+        if base.peak <= limit:
+            found.append(_better(profile, base.room(limit), base, host, given))
+    if not found:
+        return None, min(floors, default=0)
+    return min(found, key=_Purchase.seconds).plans, min(floors)
 
 
-def _better_plans(
-    profile: Profile, room: Sequence[int], distances: Sequence[int], given: Sequence[Plan]
-) -> list[Plan]:
-    """The plan of two greedy choices that needs fewer FLOPs.
+def _better(
+    profile: Profile, room: Sequence[int], base: Base, host: int, given: Sequence[Plan]
+) -> _Purchase:
+    """The one of two greedy choices that needs fewer FLOPs.
 
     What autograd saved of an update saves much time, in a large step. Bought by its rank, it may
     leave room that nothing fits; bought last, it may come too late.
     """
-    purchases = [_Purchase(profile, room, distances, saved_last) for saved_last in (False, True)]
-    plans = [purchase.run(given) for purchase in purchases]
-    first, last = (purchase.flops() for purchase in purchases)
-    return plans[0] if first <= last else plans[1]
+    purchases = [_Purchase(profile, room, base, host, last) for last in (False, True)]
+    for purchase in purchases:
+        purchase.run(given)
+    return min(purchases, key=_Purchase.flops)
 
 
-def least_peak(profile: Profile, needs: Sequence[int]) -> int:
+def least_peak(profile: Profile, needs: Sequence[int], host: int = 0) -> int:
     """The bytes of a step that keeps as little as possible."""
-    return best_plans(profile, needs, limit=-1)[1]
+    return best_plans(profile, needs, limit=-1, host=host)[1]
 
 
 def all_segments(updates: Sequence[UpdateProfile], targets: Sequence[str]) -> Iterator[list[int]]:
@@ -305,24 +386,23 @@ def all_segments(updates: Sequence[UpdateProfile], targets: Sequence[str]) -> It
         yield distances
 
 
-class _Offer(NamedTuple):
+# The most time saved per byte comes first, on the device and then on the host; among equals the
+# last update (on the host the first one), then the oldest offer.
+_Rank = tuple[float, float, int, int]
+
+
+class _Offer:
     """An update may go from one level to another."""
 
-    # The most time saved per byte comes first; among equals the last update, then the oldest offer.
-    rank: tuple[float, int, int]
-    position: int  # of the update
-    before: Level
-    after: Level
-
-    @property
-    def bytes(self) -> int:
-        """More bytes while backward is at the later updates."""
-        return self.after.bytes - self.before.bytes
-
-    @property
-    def own_bytes(self) -> int:
-        """More bytes while backward is at this update."""
-        return self.after.own_bytes - self.before.own_bytes
+    def __init__(self, position: int, before: Level, after: Level) -> None:
+        self.position = position  # of the update
+        self.before = before
+        self.after = after
+        # More bytes while backward is at the later updates, and at this one; and on the host (on
+        # the device, too, while backward is at the next update).
+        self.bytes = after.bytes - before.bytes
+        self.own_bytes = after.own_bytes - before.own_bytes
+        self.host = after.host - before.host
 
 
 class _Purchase:
@@ -336,33 +416,50 @@ class _Purchase:
         self,
         profile: Profile,
         room: Sequence[int],
-        distances: Sequence[int],
-        saved_last: bool = False,
+        base: Base,
+        host: int,
+        saved_last: bool,
     ) -> None:
         self.updates = profile.updates
         self.room = list(room)
-        pairs = zip(self.updates, distances)
-        self.options = [levels(update, distance > 0, saved_last) for update, distance in pairs]
+        self.host_room = host - base.host
+        self.plans: list[Plan] = []
+        self.options = [
+            host_levels(update)
+            if base.host and update.target_bytes
+            else levels(update, distance > 0, saved_last)
+            for update, distance in zip(self.updates, base.distances)
+        ]
         self.chosen = [options[0] for options in self.options]
         self.starts = [0, *itertools.accumulate(profile.lengths)]  # of each call, and the end
         places = profile.places()
         self.state_bytes = [places[start].streams for start in self.starts[:-1]]
         self.cuts = self.starts[1:]  # from there on, everything of a call is kept
         self.call_of = [call for call, length in enumerate(profile.lengths) for _ in range(length)]
-        self.offers: list[_Offer] = []  # a heap
+        self.offers: list[tuple[_Rank, _Offer]] = []  # a heap
         self.is_filling = False
         self.serial = itertools.count()  # numbers the offers
 
-    def run(self, given: Sequence[Plan] = ()) -> list[Plan]:
+    def run(self, given: Sequence[Plan]) -> None:
+        """Make the `plans`."""
         for call, plan in enumerate(given):
             self._follow(call, plan)
         for index in range(self.starts[len(given)], len(self.updates)):
             self._offer_next(index)
+            self._offer_host(index)
         for call in range(len(given), len(self.cuts)):
             self._offer_everything(call)
         self._take_offers()
         self._fill(range(self.starts[len(given)], len(self.updates)))
-        return [*given, *map(self._plan, range(len(given), len(self.cuts)))]
+        self.plans = [*given, *map(self._plan, range(len(given), len(self.cuts)))]
+
+    def seconds(self) -> float:
+        """Of all recomputes, and of waiting for copies."""
+        return sum(
+            level.seconds
+            for index, level in enumerate(self.chosen)
+            if index < self.cuts[self.call_of[index]]
+        )
 
     def flops(self) -> int:
         """The FLOPs of all recomputes."""
@@ -374,7 +471,7 @@ class _Purchase:
 
     def _take_offers(self) -> None:
         while self.offers:
-            offer = heapq.heappop(self.offers)
+            _, offer = heapq.heappop(self.offers)
             if offer.before is not self.chosen[offer.position]:
                 self._renew(offer)
             elif self._fits(offer):
@@ -386,8 +483,10 @@ class _Purchase:
         """
         self.is_filling = True
         self.options = [
-            all_levels(update, may_rerun=levels[0].choice == RERUN)
-            for update, levels in zip(self.updates, self.options)
+            options
+            if options[0].host
+            else [*all_levels(update, options[0].choice == RERUN), *self._host_levels(update)]
+            for update, options in zip(self.updates, self.options)
         ]
         for index in positions:
             if index < self.cuts[self.call_of[index]]:
@@ -406,17 +505,40 @@ class _Purchase:
         start = self.starts[call]
         updates = self.updates[start : self.cuts[call]]
         for index, level in enumerate(levels_in(plan, updates, self.state_bytes[call]), start):
-            bytes_ = level.bytes - self.chosen[index].bytes
-            self.room[index + 1 :] = [free - bytes_ for free in self.room[index + 1 :]]
+            self._take_room(index, self.chosen[index], level)
+
+    def _take_room(self, index: int, before: Level, after: Level) -> None:
+        """An update goes from one level to another."""
+        bytes_ = after.bytes - before.bytes
+        host = after.host - before.host
+        self.room[index + 1 :] = [free - bytes_ for free in self.room[index + 1 :]]
+        self.room[index + 1] -= host
+        self.host_room -= host
 
     def _offer(self, index: int, after: Level) -> None:
         before = self.chosen[index]
-        rank = (-_saved_per_byte(before, after), -index, next(self.serial))
-        heapq.heappush(self.offers, _Offer(rank, index, before, after))
+        on_host = after.host - before.host
+        per_host_byte = (before.seconds - after.seconds) / on_host if on_host > 0 else 0.0
+        order = index if on_host > 0 else -index
+        rank = (-_saved_per_byte(before, after), -per_host_byte, order, next(self.serial))
+        heapq.heappush(self.offers, (rank, _Offer(index, before, after)))
+
+    def _host_levels(self, update: UpdateProfile) -> list[Level]:
+        """The levels on the host. A target that is kept on the device stays there."""
+        return host_levels(update) if self.host_room > 0 and not update.target_bytes else []
+
+    def _offer_host(self, index: int) -> None:
+        """Offer every level on the host that saves time."""
+        for level in self._host_levels(self.updates[index]):
+            if level.seconds < self.chosen[index].seconds:
+                self._offer(index, level)
 
     def _offer_next(self, index: int) -> None:
         """Offer the level after the chosen one."""
         options = self.options[index]
+        if self.chosen[index] not in options:  # it is on the host
+            self._offer_better(index)
+            return
         following = options.index(self.chosen[index]) + 1
         if following < len(options):
             self._offer(index, options[following])
@@ -435,8 +557,11 @@ class _Purchase:
         self._offer(start + cut - 1, level._replace(bytes=level.bytes + before - after))
 
     def _renew(self, offer: _Offer) -> None:
-        """The update has changed its level since this offer. Everything is still to be had."""
-        if offer.after.choice is None:
+        """The update has changed its level since this offer. Everything is still to be had, and so
+        is the host.
+        """
+        is_better = offer.after.seconds < self.chosen[offer.position].seconds
+        if offer.after.choice is None or (offer.after.choice.host and is_better):
             self._offer(offer.position, offer.after)
 
     def _fits(self, offer: _Offer) -> bool:
@@ -445,6 +570,10 @@ class _Purchase:
         if offer.own_bytes > self.room[offer.position]:
             return False
         if offer.after.choice is None and not self._may_begin_at(offer.position):
+            return False
+        if offer.host > self.host_room:
+            return False
+        if offer.bytes + offer.host > self.room[offer.position + 1]:
             return False
         return offer.bytes <= min(self.room[offer.position + 1 :])
 
@@ -474,9 +603,8 @@ class _Purchase:
 
     def _accept(self, offer: _Offer) -> None:
         index = offer.position
-        bytes_ = offer.bytes
         self.room[index] -= offer.own_bytes
-        self.room[index + 1 :] = [free - bytes_ for free in self.room[index + 1 :]]
+        self._take_room(index, offer.before, offer.after)
         self.chosen[index] = offer.after
         if offer.after.choice is not None and self.is_filling:
             self._offer_better(index)

@@ -25,9 +25,12 @@ from torch.nn import Parameter
 
 from retrograd.backward_bytes import Arguments, peak_of_backward
 from retrograd.backward_watch import MeasuredBackward
+from retrograd.core import errors
 from retrograd.core.guards.random_state import as_bytes
+from retrograd.core.host_memory import bandwidth
 from retrograd.core.memory import Plan
 from retrograd.core.private import CPU_ATTENTION
+from retrograd.core.tape import number_of_processes
 from retrograd.core.tensors import (
     ShapeAndDtype,
     distinct_bytes,
@@ -44,6 +47,8 @@ PLANS = 8  # how many a profile remembers
 # Before backward begins, there are the output of the stack and what a loss makes of it: in streams.
 # A mean of squares has four tensors more.
 LOSS = 5
+
+ASSUMED_BANDWIDTH = 1e10  # bytes a second between device and host: PCIe 3 with 16 lanes
 
 
 class Speed(NamedTuple):
@@ -106,6 +111,9 @@ class UpdateProfile:
     gradients: dict[int, int] = field(default_factory=dict)  # bytes, by the parameter's id
     arguments: set[Any] = field(default_factory=set)  # signatures: see `profiling.LaterArguments`
     measured: MeasuredBackward | None = None  # None: backward was not measured, so far
+    # No annotation: no fields of the dataclass. `Profile.use_host` sets them.
+    bandwidth = 0.0  # to the host and back, bytes a second; 0: nothing may wait there
+    seconds_beside = 0.0  # of the next update, beside which copies run
 
     @property
     def seconds(self) -> float:
@@ -265,6 +273,7 @@ class Profile:
 
     def __init__(self, targets: Sequence[str]) -> None:
         self.targets = list(targets)  # the stream that each update changes
+        self.devices: list[torch.device] = []  # of the streams
         self.updates = [UpdateProfile() for _ in self.targets]
         self.state_bytes = 0  # of all streams
         self.is_complete = False
@@ -310,6 +319,19 @@ class Profile:
         last = len(self.updates) - 1
         return [Place(self.state_bytes, 0, index == last) for index in range(last + 1)]
 
+    def use_host(self, budget: Any) -> None:
+        """Measure what copies to the host take. Raises if there is nowhere to copy to."""
+        accelerator = torch.accelerator.current_accelerator()
+        found = [d for d in self.devices if accelerator is not None and d.type == accelerator.type]
+        if not found:
+            raise errors.no_host_tier(repr(budget), sorted({d.type for d in self.devices}))
+        # Every process must come to the same plan.
+        speed = ASSUMED_BANDWIDTH if number_of_processes() > 1 else bandwidth(found[0])
+        following = [*(update.seconds for update in self.updates[1:]), 0.0]
+        for update, seconds in zip(self.updates, following):
+            update.bandwidth = speed
+            update.seconds_beside = seconds
+
     # --- what a step needs
 
     def gradients(self) -> dict[int, int]:
@@ -341,6 +363,11 @@ class Profile:
         end += places[-1].others + (1 + LOSS) * places[-1].streams if places else 0
         end += 64  # numbers that a loss makes
         return [*needs, end - sum(self.gradients().values()) if fresh else end]
+
+    def loss_bytes(self) -> int:
+        """The room that `needs` leaves for what a loss makes of the output of the stack."""
+        places = self.places()
+        return (LOSS - 1) * places[-1].streams if places else 0
 
     def _gradients_to_come(self) -> list[GradientsToCome]:
         """What backward has yet to create when it has passed each update."""

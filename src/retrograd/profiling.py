@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -78,7 +79,7 @@ class Profiling(Guard):
         if self.backward is not None:
             if measured.target_bytes is not None:
                 self.backward.add(update.target)
-            outputs = [out for outs in update.output for out in outs]
+            outputs = [*tensors_in(update.aux), *(out for outs in update.output for out in outs)]
             given = [*update.inputs, *tensors_in(update.arguments)]
             self.backward.follow(
                 update.index, [*update.result, *outputs], given, self._parameters(update)
@@ -155,6 +156,11 @@ class LaterArguments(Guard):
         return run()
 
 
+def devices_of(streams: Any) -> list[torch.device]:
+    """The devices of the tensors in some streams, each once."""
+    return list(dict.fromkeys(tensor.device for tensor in tensors_in(streams)))
+
+
 def _numbers_of_key(cache: StackCache, leaves: list[Any]) -> tuple[tuple[Any, ...], bool]:
     """Those numbers in keyword arguments that are part of the key, and whether these are all.
 
@@ -204,6 +210,7 @@ def plan_call(
         guards += [LaterArguments(known)] * takes_later
         return plan_of(memory, Call(targets, known, accumulates)), guards
     profile = cache.profiles.add(key, Profile(targets))
+    profile.devices = devices_of(streams)
     profile.least = known
     later = Call(targets, profile, accumulates)
     measuring = [Profiling(profile, cache), RaiseNow(memory, later)]

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from retrograd.budget import Budget, BudgetError
+from retrograd.core.host_memory import HostMemory
 from retrograd.core.memory import Call, MemoryMode, Plan, Reverse
 from retrograd.planner import best_plans, kept_bytes
 from retrograd.profile import PLANS, Place, Profile
@@ -100,6 +101,7 @@ class JointProfile(Profile):
     def __init__(self, calls: Sequence[Profile]) -> None:
         targets = [f"{i} {target}" for i, call in enumerate(calls) for target in call.targets]
         super().__init__(targets)
+        self.devices = list(dict.fromkeys(device for call in calls for device in call.devices))
         self.calls = list(calls)
         self.updates = [update for call in calls for update in call.updates]
         self.is_complete = True
@@ -132,7 +134,7 @@ class JointProfile(Profile):
 
     def _made_after(self, given: Sequence[Plan], budget: Budget, fresh: bool) -> PlansAfter:
         limit = budget.bytes_of(self.plain(fresh))
-        plans, _ = best_plans(self, self.needs(fresh), limit, given)
+        plans, _ = best_plans(self, self.needs(fresh), limit, given, budget.host_bytes)
         nothing = [Plan(keep_from=length) for length in self.lengths[len(given) :]]
         return PlansAfter(given, [*given, *nothing] if plans is None else plans)
 
@@ -144,6 +146,7 @@ class SharedBudget:
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
+        self.host_memory = HostMemory(budget.host_bytes)
         self.handles: list[Any] = []  # of the hooks on the model
         self.forwards: Recent[Calls, JointProfile] = Recent(FORWARDS)
         self.under_way: dict[int, Forward] = {}  # by thread

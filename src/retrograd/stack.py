@@ -31,6 +31,7 @@ from retrograd.core.exact import DriftAction, Grid, Precision
 from retrograd.core.guard import Guard
 from retrograd.core.guards import guards_of_plain_pass
 from retrograd.core.guards.versions import OutputVersions
+from retrograd.core.host_memory import HostMemory
 from retrograd.core.memory import Call, Keep, MemoryMode, Plan, plan_of
 from retrograd.core.observe import observed_guards, observed_memory, observed_verify
 from retrograd.core.private import (
@@ -48,7 +49,7 @@ from retrograd.core.structure import StackCache, VerifyCalls
 from retrograd.core.tape import Tape
 from retrograd.core.updates import Additive, Coupling
 from retrograd.profile import Profile
-from retrograd.profiling import Profiling, plan_call
+from retrograd.profiling import Profiling, devices_of, plan_call
 from retrograd.shared_budget import SharedBudget
 from retrograd.stepplan import StepPlan, forecast
 from retrograd.trace import TakeBack
@@ -90,6 +91,7 @@ class Stack(nn.Module):
         memory = checked_memory(memory)
         self._check(memory, self.precision)
         self._memory = memory
+        self._cache.host = None
 
     @property
     def verify(self) -> VerifyCalls:
@@ -257,9 +259,19 @@ class Stack(nn.Module):
         plan, measuring = plan_call(self, self._cache, memory, program, streams, kwargs)
         choose = functools.partial(self._guards, program, measuring)
         verify = observed_verify(self, self.verify)
-        tape = Tape(program, streams, kwargs, self.precision, plan, self._cache, choose, verify)
+        host = self._host_memory(memory)
+        tape = Tape(
+            program, streams, kwargs, self.precision, plan, self._cache, choose, verify, host
+        )
         tape.told_output = [g.add_output for g in measuring if isinstance(g, Profiling)]
         return tape
+
+    def _host_memory(self, memory: MemoryMode) -> HostMemory:
+        """Where plans of this mode keep what waits on the host."""
+        if isinstance(memory, SharedBudget):
+            return memory.host_memory
+        limit = memory.host_bytes if isinstance(memory, Budget) else None
+        return self._cache.host_memory(limit)
 
     def _guards(self, program: Program, own: list[Guard], guards: list[Guard]) -> list[Guard]:
         """The guards of a recorded call: those of the engine, of the stack and of observers."""
@@ -364,6 +376,7 @@ class Stack(nn.Module):
         program = flat(blocks)
         targets = [step.target for step in program]
         profile = Profile(targets)
+        profile.devices = devices_of(value)
         take_back = TakeBack([self, *(step.fn for step in program), *flatten(kwargs)[0]])
         try:
             with torch.enable_grad():

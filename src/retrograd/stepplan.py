@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from retrograd.core.memory import Choice, Plan
 from retrograd.files import save_figure
@@ -15,6 +15,9 @@ from retrograd.line_labels import LineLabel, label_lines
 from retrograd.planner import Level, least_peak, levels_in, start_of_walk
 from retrograd.profile import Profile, UpdateProfile
 from retrograd.sizes import MIB
+
+if TYPE_CHECKING:
+    from retrograd.head import Head
 
 
 class Row(NamedTuple):
@@ -25,9 +28,10 @@ class Row(NamedTuple):
         keeps: what is kept of it: `nothing`, `output`, `output + 2 operations`, its target,
             `streams` or `everything`.
         bytes: that this takes, until backward reaches the update.
-        again: the share of its forward that runs again.
+        again: the share of its forward that runs again, with the time that copies are waited for.
         forward: bytes alive when forward is at the update.
         backward: bytes alive when backward is, with the parameter gradients made by then.
+        host: bytes that wait in the memory of the host.
     """
 
     name: str
@@ -36,6 +40,7 @@ class Row(NamedTuple):
     again: float
     forward: int
     backward: int
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class StepPlan:
 
     The figures are forecasts from one watched forward pass. `peak` is what the step needs, `plain`
     what it needs if everything is kept, `floor` if nothing is kept; `gradients` are not part of
-    these three. `time` is relative to a step of plain autograd.
+    these three. `time` is relative to a step of plain autograd. `head` is what the model runs after
+    its last stack, in a plan of `rg.plan`.
     """
 
     memory: Any
@@ -55,6 +61,12 @@ class StepPlan:
     floor: int
     gradients: int
     time: float
+    head: Head | None = None
+
+    @property
+    def host(self) -> int:
+        """Bytes that wait in the memory of the host."""
+        return sum(row.host for row in self.rows)
 
     def __str__(self) -> str:
         head = f"  {'updates':<32} {'together':>13}   what each keeps until backward is there"
@@ -68,10 +80,19 @@ class StepPlan:
         return summary + html_table([head, *self._table()], has_head=True)
 
     def _summary(self) -> str:
+        on_host = f", {self.host / MIB:.2f} MiB on the host" if self.host else ""
         return (
-            f"{self.memory!r}: {len(self.rows)} updates, {self.peak / MIB:.2f} MiB at the peak "
-            f"(everything kept: {self.plain / MIB:.2f}, nothing: {self.floor / MIB:.2f}), about "
-            f"{self.time:.2f} of plain autograd's time"
+            f"{self.memory!r}: {len(self.rows)} updates, {self.peak / MIB:.2f} MiB at the peak"
+            f"{on_host} (everything kept: {self.plain / MIB:.2f}, nothing: "
+            f"{self.floor / MIB:.2f}), about {self.time:.2f} of plain autograd's time{self._head()}"
+        )
+
+    def _head(self) -> str:
+        if self.head is None or not self.head.sets_peak:
+            return ""
+        return (
+            f". The head ({self.head.name}) sets the peak of the model: it needs "
+            f"{self.head.bytes / MIB:.2f} MiB beside what the stacks keep"
         )
 
     def _table(self) -> Iterator[tuple[str, str, str]]:
@@ -82,7 +103,7 @@ class StepPlan:
             first = rows[0].name
             last = rows[-1].name
             where = first if first == last else f"{first} to {last}"
-            total = sum(row.bytes for row in rows) / MIB
+            total = sum(row.bytes + row.host for row in rows) / MIB
             yield where, f"{total:.2f} MiB", " | ".join(keeps)
 
     def _blocks(self) -> list[list[Row]]:
@@ -121,13 +142,19 @@ class StepPlan:
 
 
 def forecast(
-    memory: Any, plans: Sequence[Plan], profile: Profile, names: Sequence[str], fresh: bool
+    memory: Any,
+    plans: Sequence[Plan],
+    profile: Profile,
+    names: Sequence[str],
+    fresh: bool,
+    head: Head | None = None,
 ) -> StepPlan:
     """What the plans of the calls in a profile mean for a step."""
     needs = profile.needs(fresh)
     gradients = sum(profile.gradients().values()) if fresh else 0
     kept_before = 0
     waiting = 0  # targets that were made once more, and wait for backward to get there
+    moving = 0  # on its way to the host, or back
     rows = []
     starting = _starts_of_walks(plans, profile)
     each = zip(names, profile.updates, profile.places(), _levels(plans, profile), needs, starting)
@@ -139,19 +166,26 @@ def forecast(
             keeps=_describe(level.choice, update),
             bytes=level.bytes,
             again=level.seconds / update.seconds if update.seconds else 0.0,
-            forward=place.others + 2 * place.streams + kept_before + update.forward_bytes,
-            backward=need + gradients + kept_before + level.own_bytes + waiting + extra,
+            forward=place.others + 2 * place.streams + kept_before + moving + update.forward_bytes,
+            backward=need + gradients + kept_before + moving + level.own_bytes + waiting + extra,
+            host=level.host,
         )
         rows.append(row)
         kept_before += level.bytes
+        moving = level.host
+    most = max((row.backward - gradients for row in rows), default=0)
+    if head is not None:
+        at_head = needs[-1] + kept_before + head.bytes - profile.loss_bytes()
+        head = head._replace(sets_peak=at_head > most)
     return StepPlan(
         memory=memory,
         rows=tuple(rows),
-        peak=max([needs[-1] + kept_before, *(row.backward - gradients for row in rows)]),
+        peak=max(needs[-1] + kept_before + moving, most),
         plain=profile.plain(fresh),
         floor=least_peak(profile, needs),
         gradients=gradients,
         time=_time(rows, profile.updates),
+        head=head,
     )
 
 
@@ -190,11 +224,12 @@ def _describe(choice: Choice | None, update: UpdateProfile) -> str:
     if choice.rerun:
         return "nothing, and runs twice"
     count = len(choice.operations)
+    on_host = ", on the host" * choice.host
     if choice.saved:
-        return "everything"
+        return f"everything{on_host}"
     parts = ["streams"] * choice.streams + ["output"] * choice.output
     if update.target_bytes is not None and not choice.streams:
         parts.append("its target")
     if count:
         parts.append(f"{count} operation{'s' if count > 1 else ''}")
-    return " + ".join(parts) or "nothing"
+    return (" + ".join(parts) or "nothing") + on_host * bool(parts)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -18,12 +19,16 @@ from retrograd.core.private import without_compiler
 from retrograd.core.program import Program
 from retrograd.core.streams import flatten
 from retrograd.core.structure import StackCache
+from retrograd.core.tensors import local, storage_of
 from retrograd.measure import Counting
 from retrograd.profile import Profile
 from retrograd.shared_budget import HasMemory, JointProfile, SharedBudget, is_inside, share_memory
 from retrograd.stack import Stack, checked_memory
 from retrograd.stepplan import StepPlan, forecast
 from retrograd.trace import TakeBack
+
+if TYPE_CHECKING:
+    from retrograd.head import Head, HeadWatch
 
 BATCHES = 3  # of a converted model, until its stacks and their grids are settled
 
@@ -90,7 +95,9 @@ def plan(model: nn.Module | Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     """What a step of the whole model keeps, in all of its stacks, and the bytes of a step then.
 
     Runs `model(*args, **kwargs)` once and measures it. Random states, buffers and whatever else the
-    model was seen to change are left as they were.
+    model was seen to change are left as they were. What runs after the last stack is measured, too,
+    with its backward: `plan.head` says whether it sets the peak. Pass a function that returns the
+    loss, and the loss is part of that.
 
     Example:
         >>> layers = [torch.nn.Linear(8, 8) for _ in range(6)]
@@ -98,16 +105,18 @@ def plan(model: nn.Module | Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         >>> [row.name for row in rg.plan(model, torch.randn(4, 8)).rows][:2]
         ['0.functions.0', '0.functions.1']
     """
-    calls = measured_calls(model, args, kwargs)
+    calls, head = measured_calls(model, args, kwargs)
     if not calls:
         raise ValueError(
             f"plan: no stack of retrograd ran in {type(model).__name__}. rg.convert(model) makes "
             "the layers of a model one."
         )
-    return plan_in(None, calls)
+    return plan_in(None, calls, head)
 
 
-def plan_in(memory: MemoryMode | None, calls: Sequence[StackCall]) -> StepPlan:
+def plan_in(
+    memory: MemoryMode | None, calls: Sequence[StackCall], head: Head | None = None
+) -> StepPlan:
     """What a step with these calls keeps. None: in the memory modes that the stacks have."""
     if memory is not None:
         shared = SharedBudget(memory) if isinstance(memory, Budget) else memory
@@ -116,7 +125,7 @@ def plan_in(memory: MemoryMode | None, calls: Sequence[StackCall]) -> StepPlan:
     joint = JointProfile([call.profile for call in calls])
     names = [name for call in calls for name in call.names]
     shown = modes[0] if len(modes) == 1 else modes
-    return forecast(shown, plans_of(calls), joint, names, fresh=True)
+    return forecast(shown, plans_of(calls), joint, names, fresh=True, head=head)
 
 
 def shown_mode(memory: Any) -> Any:
@@ -153,25 +162,35 @@ class StackCall(NamedTuple):
 
 
 @without_compiler
-def measured_calls(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StackCall]:
-    """All calls of stacks in one forward of a model, which is left as it was."""
+def measured_calls(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[StackCall], Head | None]:
+    """All calls of stacks in one forward of a model, which is left as it was; and its head."""
+    from retrograd.head import HeadWatch  # only plans need it
+
     module = model if isinstance(model, nn.Module) else nn.Module()
+    names = {storage_of(local(p)): name for name, p in module.named_parameters()}
     undo = Undo()
     take_back = TakeBack([model, *flatten((args, kwargs))[0]])
     remember_conversions(module, undo)
-    recorder = CallRecorder(module, undo)
+    watch = HeadWatch(names)
+    recorder = CallRecorder(module, undo, watch)
+    head = None
     try:
         for _ in range(BATCHES):
             before = settings_of(module)
-            recorder = CallRecorder(module, undo)
-            with torch.enable_grad(), recorder:
-                take_back.watched(lambda: model(*args, **kwargs))
+            watch = HeadWatch(names)
+            recorder = CallRecorder(module, undo, watch)
+            with torch.enable_grad(), recorder, watch:
+                output = take_back.watched(lambda: model(*args, **kwargs))
+                head = take_back.watched(functools.partial(watch.finish, output))
+                del output
             if settings_of(module) == before:
                 break
     finally:
         take_back.run()
         undo.run()
-    return recorder.stack_calls()
+    return recorder.stack_calls(), head
 
 
 def settings_of(model: nn.Module) -> list[Any]:
@@ -196,8 +215,9 @@ def remember_conversions(model: nn.Module, undo: Undo) -> None:
 class CallRecorder(Counting):
     """Measures every call of a stack, with nothing kept."""
 
-    def __init__(self, module: nn.Module, undo: Undo) -> None:
+    def __init__(self, module: nn.Module, undo: Undo, head: HeadWatch) -> None:
         super().__init__(module)
+        self.head = head
         self.undo = undo  # puts the caches of all stacks back
         self.own: dict[int, tuple[nn.Module, Any]] = {}  # each stack, and its memory mode
         self.found_names: dict[int, list[str]] = {}
@@ -216,6 +236,7 @@ class CallRecorder(Counting):
     def guards(self, stack: nn.Module, program: Program, guards: list[Guard]) -> list[Guard]:
         if self.is_mine(stack):
             self.found_names[id(stack)] = self.names(stack, program)
+            return [*guards, self.head.guard()]
         return guards
 
     def stack_calls(self) -> list[StackCall]:

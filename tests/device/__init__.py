@@ -108,6 +108,27 @@ def without(names: tuple[str, ...]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def late_copies() -> Iterator[list[str]]:
+    """Copies on a stream of their own run when someone waits for them, and not before.
+
+    Yields a list that has, afterwards, what was wrong with their order.
+    """
+    names: list[str] = []
+    native().set_late(True)
+    try:
+        yield names
+        torch.accelerator.synchronize()
+        names += rgdev.native.races()
+    finally:
+        rgdev.native.set_late(False)
+
+
+def set_bandwidth(bytes_a_second: float) -> None:
+    """Of copies between pinned memory and the device, as events measure it."""
+    native().set_bandwidth(bytes_a_second)
+
+
+@contextlib.contextmanager
 def capture() -> Iterator[None]:
     """What the capture of a CUDA graph forbids raises: waits, and reading states of generators.
 

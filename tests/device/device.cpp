@@ -10,7 +10,8 @@
 // view of the device's storage, and new memory is adopted by a storage of the device.
 //
 // What is not as on CUDA:
-// - Work is done at once. Streams and events order nothing, and pinned copies need no waiting for.
+// - Work is done at once. Only copies between pinned memory and the device may be late: [Note: late
+//   copies].
 // - `x[mask] = 1.0` waits: only for CUDA, Python leaves the number on the host.
 // - Memory that a kernel uses meanwhile is not counted, and memory is not cached or rounded up.
 // - Every draw advances a generator by 4, whatever its size.
@@ -24,6 +25,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -243,6 +245,128 @@ struct PinnedAllocator final : c10::Allocator {
 };
 
 PinnedAllocator pinned_allocator;
+
+// --- streams and events: [Note: late copies]
+//
+// Copies between pinned memory and the device that are made on a stream of their own wait in its
+// queue, if they are to be late: until someone waits for an event that was recorded after them. So
+// a wait that is missing shows in the values. Two more mistakes are counted as races: a copy on a
+// stream that has not waited for the work of the default stream, and memory of the device that
+// nobody holds any more when it is copied.
+//
+// Transfers take time, by a clock that nothing else moves: what events measure.
+
+using StreamKey = std::pair<DeviceIndex, c10::StreamId>;
+
+thread_local std::array<c10::StreamId, DEVICES> streams{};
+std::atomic<c10::StreamId> last_stream{0};
+
+struct Event {
+  StreamKey stream;
+  int64_t copies; // how many its stream had been given
+  int64_t work; // how many operations
+  double clock;
+};
+
+// It does not hold the memory of the device, so that it notices if nobody does.
+struct LateCopy {
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory;
+  Tensor layout; // of the tensor on the device
+  Tensor host;
+  bool is_upload;
+};
+
+struct Queue {
+  std::deque<LateCopy> copies;
+  int64_t done = 0;
+  int64_t work = 0;
+  std::map<StreamKey, int64_t> seen; // the work of other streams that it has waited for
+};
+
+std::atomic<bool> is_late{false};
+std::recursive_mutex queue_mutex;
+std::map<StreamKey, Queue> queues;
+std::vector<std::string> races;
+double bandwidth = 1e10; // bytes a second
+double clock_now = 0.0;
+
+StreamKey current_stream_of(DeviceIndex device) {
+  return {device, streams[device]};
+}
+
+void count_work(DeviceIndex device) {
+  if (is_late) {
+    std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+    queues[current_stream_of(device)].work += 1;
+  }
+}
+
+void copy_now(const Tensor& target, const Tensor& source);
+
+Tensor with_layout_of(const Tensor& tensor, Storage storage, DispatchKeySet keys) {
+  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, tensor.dtype());
+  auto* impl = made.unsafeGetTensorImpl();
+  impl->set_storage_offset(tensor.storage_offset());
+  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  return made;
+}
+
+void catch_up(const StreamKey& stream, int64_t copies) {
+  std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+  auto& queue = queues[stream];
+  while (queue.done < copies && !queue.copies.empty()) {
+    auto copy = std::move(queue.copies.front());
+    queue.copies.pop_front();
+    queue.done += 1;
+    auto memory = copy.memory.lock();
+    if (!memory) {
+      races.push_back("memory was freed before it was copied");
+      continue;
+    }
+    auto there = with_layout_of(copy.layout, Storage(std::move(memory)), KEYS);
+    copy_now(copy.is_upload ? there : copy.host, copy.is_upload ? copy.host : there);
+  }
+}
+
+int64_t copies_of(const Queue& queue) {
+  return queue.done + int64_t(queue.copies.size());
+}
+
+// Whether the copy is left for later.
+bool is_left(const Tensor& target, const Tensor& source, bool is_async) {
+  if (is_on_device(target) == is_on_device(source) || !is_async) {
+    return false;
+  }
+  const auto& host = is_on_device(target) ? source : target;
+  if (!is_pinned(host.storage().data())) {
+    return false;
+  }
+  std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+  clock_now += double(target.nbytes()) / bandwidth;
+  auto device = (is_on_device(target) ? target : source).device().index();
+  const auto key = current_stream_of(device);
+  if (!is_late || key.second == 0) {
+    return false;
+  }
+  const StreamKey home{device, 0};
+  auto& queue = queues[key];
+  if (queue.seen[home] < queues[home].work) {
+    races.push_back("a copy did not wait for the default stream");
+  }
+  const bool is_upload = is_on_device(target);
+  const auto& there = is_upload ? target : source;
+  const auto& here = is_upload ? source : target;
+  const auto cpu = DispatchKeySet(DispatchKey::CPU);
+  Storage nothing(Storage::use_byte_size_t(), 0, at::DataPtr(), nullptr, false);
+  queue.copies.push_back({
+      c10::weak_intrusive_ptr<c10::StorageImpl>(
+          c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(
+              there.storage().unsafeGetStorageImpl())),
+      with_layout_of(there, std::move(nothing), cpu),
+      with_layout_of(here, Storage(here.storage()), cpu),
+      is_upload});
+  return true;
+}
 
 // --- generators
 
@@ -640,6 +764,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
   }
   aliases.take_over_sizes();
+  count_work(aliases.device());
   const auto returns = op.schema().returns().size();
   for (size_t i = stack->size() - returns; i < stack->size(); ++i) {
     (*stack)[i] = result_to_device((*stack)[i], aliases);
@@ -719,11 +844,17 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool is_async) {
     return self.zero_();
   }
   count_copy(self, source, is_async);
-  // The two may be on different devices.
-  Aliases of_self;
-  Aliases of_source;
-  of_self.to_host(self).copy_(of_source.to_host(source));
+  if (!is_left(self, source, is_async)) {
+    copy_now(self, source);
+  }
   return self;
+}
+
+void copy_now(const Tensor& target, const Tensor& source) {
+  // The two may be on different devices.
+  Aliases of_target;
+  Aliases of_source;
+  of_target.to_host(target).copy_(of_source.to_host(source));
 }
 
 Tensor copy_from(const Tensor& source, const Tensor& self, bool is_async) {
@@ -842,9 +973,6 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 
 // --- devices, streams and events
 
-thread_local std::array<c10::StreamId, DEVICES> streams{};
-std::atomic<c10::StreamId> last_stream{0};
-
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = KIND;
 
@@ -897,13 +1025,31 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return DEVICES;
   }
 
-  void record(void** event, const c10::Stream&, const DeviceIndex, const c10::EventFlag)
+  void record(void** event, const c10::Stream& stream, const DeviceIndex, const c10::EventFlag)
       const override {
-    static int recorded;
-    *event = &recorded; // all work is done at once
+    std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+    const StreamKey key{stream.device_index(), stream.id()};
+    const auto& queue = queues[key];
+    if (*event == nullptr) {
+      *event = new Event;
+    }
+    *static_cast<Event*>(*event) = {key, copies_of(queue), queue.work, clock_now};
   }
 
-  void block(void*, const c10::Stream&) const override {}
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override {
+    delete static_cast<Event*>(event);
+  }
+
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event == nullptr) {
+      return;
+    }
+    std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+    const auto& recorded = *static_cast<Event*>(event);
+    catch_up(recorded.stream, recorded.copies);
+    auto& seen = queues[{stream.device_index(), stream.id()}].seen[recorded.stream];
+    seen = std::max(seen, recorded.work);
+  }
 
   bool queryEvent(void*) const override {
     return true;
@@ -913,20 +1059,34 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
 
-  void synchronizeStream(const c10::Stream&) const override {
+  void synchronizeStream(const c10::Stream& stream) const override {
     waited("synchronize stream");
+    catch_up({stream.device_index(), stream.id()}, INT64_MAX);
   }
 
-  void synchronizeEvent(void*) const override {
+  void synchronizeEvent(void* event) const override {
     waited("synchronize event");
+    if (event != nullptr) {
+      catch_up(static_cast<Event*>(event)->stream, static_cast<Event*>(event)->copies);
+    }
   }
 
-  void synchronizeDevice(const DeviceIndex) const override {
+  void synchronizeDevice(const DeviceIndex device) const override {
+    synchronize(device);
+  }
+
+  static void synchronize(DeviceIndex device) {
     waited("synchronize");
+    std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+    for (auto& [key, _] : queues) {
+      if (key.first == device) {
+        catch_up(key, INT64_MAX);
+      }
+    }
   }
 
-  double elapsedTime(void*, void*, const DeviceIndex) const override {
-    return 0.0;
+  double elapsedTime(void* before, void* after, const DeviceIndex) const override {
+    return 1e3 * (static_cast<Event*>(after)->clock - static_cast<Event*>(before)->clock);
   }
 };
 
@@ -1029,7 +1189,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       c10::SetAllocator(KIND, &allocator_without_statistics);
     }
   });
-  m.def("synchronize", []() { waited("synchronize"); });
+  m.def("synchronize", []() { Guard::synchronize(current); });
+  m.def("set_late", [](bool late) {
+    std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+    for (auto& [key, _] : queues) {
+      catch_up(key, INT64_MAX);
+    }
+    is_late = late;
+    races.clear();
+  });
+  m.def("set_bandwidth", [](double bytes) { bandwidth = bytes; });
+  m.def("races", []() {
+    std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+    return races;
+  });
   m.def("waits", []() {
     std::lock_guard<std::mutex> lock(log_mutex);
     return waits;

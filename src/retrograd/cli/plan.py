@@ -67,8 +67,8 @@ def _plans(target: str, modes: list[Any]) -> list[StepPlan]:
 
     module, args, kwargs = load(target)
     try:
-        calls = measured_calls(as_module(module), args, kwargs)
-        return [plan_in(mode, calls) for mode in modes] if calls else []
+        calls, head = measured_calls(as_module(module), args, kwargs)
+        return [plan_in(mode, calls, head) for mode in modes] if calls else []
     except RetrogradError as error:
         raise Mistake(" ".join(str(error).split())) from error
     except Exception as error:
@@ -97,5 +97,6 @@ def _facts(plan: StepPlan) -> dict[str, Any]:
     return {
         "memory": repr(plan.memory),
         **{name: getattr(plan, name) for name in names},
+        "head": None if plan.head is None else plan.head._asdict(),
         "rows": [row._asdict() for row in plan.rows],
     }

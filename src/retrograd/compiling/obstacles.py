@@ -43,6 +43,9 @@ def _obstacle_of_settings(stack: Any) -> str | None:
     memory = stack.memory
     if getattr(memory, "needs_profile", False) and budget_of(memory) is None:
         return f"memory={memory!r} plans from a measured call, and a graph is compiled without one"
+    budget = budget_of(memory)
+    if budget is not None and budget.host is not None:
+        return f"memory={budget!r} keeps values on the host, and a compiled graph copies none there"
     return None
 
 

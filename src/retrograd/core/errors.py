@@ -466,6 +466,29 @@ def capture_looks(setting: str) -> RetrogradError:
     )
 
 
+def no_host_tier(budget: str, kinds: list[str]) -> ValueError:
+    where = " and ".join(kinds) or "no device"
+    why = (
+        "the memory of a CPU is that of the host"
+        if kinds == ["cpu"]
+        else "copies beside the work need an accelerator with streams"
+    )
+    return ValueError(
+        f"{budget}: the streams are on {where}, so nothing can wait on the host: {why}.\n"
+        "  Fix: leave out host=, or move the model and its input to an accelerator."
+    )
+
+
+def capture_copies() -> RetrogradError:
+    return explain(
+        RetrogradError,
+        "a stack inside a graph capture",
+        "would keep values on the host.",
+        "its buffers there are used again by later calls, which a graph does not know.",
+        'use a budget without a host tier: stack.memory = rg.Budget("2 GiB").',
+    )
+
+
 def capture_draws() -> RetrogradError:
     return explain(
         RetrogradError,

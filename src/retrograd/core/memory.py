@@ -27,6 +27,8 @@ class Choice(NamedTuple):
     - `operations`: what these operations inside the function returned. They do not run again.
     - `streams`: all streams before it. Backward continues with them, so drift starts from zero.
     - `saved`: what autograd saved of its function, and what undoing needs. It does not run again.
+    - `host`: the rest of this choice, apart from `operations`, waits in the host's memory; and so
+      does the target's earlier value, where that has to be kept.
     - `rerun`: less than usual. The update reads its target (or overwrites it), and the target's
       earlier value is not kept. Backward runs the updates before it once more, from the nearest one
       that keeps its target. All of these must have the same target.
@@ -37,6 +39,7 @@ class Choice(NamedTuple):
     streams: bool = False
     rerun: bool = False
     saved: bool = False
+    host: bool = False
 
 
 NOTHING = Choice()

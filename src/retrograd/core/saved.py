@@ -52,6 +52,13 @@ class Saved(NamedTuple):
             raise errors.edited_output(where, what)
         return self.content
 
+    def again(self) -> SavedAgain:
+        """The tensor and its version, for autograd to take and to check."""
+        if self.unpack is None:
+            return self.content, self.version
+        tensor = self.unpack(self.content)
+        return tensor, tensor._version
+
 
 def save(tensor: Tensor, hooks: Hooks | None = None) -> Saved:
     """Save a tensor.
@@ -64,6 +71,11 @@ def save(tensor: Tensor, hooks: Hooks | None = None) -> Saved:
         return Saved(tensor, tensor._version)
     pack, unpack = hooks
     return Saved(pack(tensor), tensor._version, unpack)
+
+
+def save_alias(tensor: Tensor) -> Saved:
+    """Save a tensor, outside the graph."""
+    return save(tensor.detach())
 
 
 def save_state(state: State, hooks: Hooks | None = None) -> SavedState:

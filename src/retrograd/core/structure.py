@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograd.core import errors
+from retrograd.core.host_memory import HostMemory
 from retrograd.core.private import FSDP_FORGETS_CASTS, fsdp_policy, identity_of_generator
 from retrograd.core.streams import State
 from retrograd.core.tensors import ShapeAndDtype, local, storage_of
@@ -263,6 +264,13 @@ class StackCache:
         self.trusts_casts = False  # hooks on its blocks cast streams and do nothing else
         self.calls = 0
         self.inspected: set[Any] = set()  # shapes, dtypes, devices and training modes
+        self.host: HostMemory | None = None  # what its plans keep there
+
+    def host_memory(self, limit: int | None) -> HostMemory:
+        """The buffers on the host, at most so many bytes."""
+        if self.host is None or self.host.limit != limit:
+            self.host = HostMemory(limit)
+        return self.host
 
     def __reduce__(self) -> Any:
         return StackCache, ()

@@ -29,6 +29,7 @@ from retrograd.core.guards import (
 from retrograd.core.guards.arguments import ArgumentObjects, are_opaque
 from retrograd.core.guards.local_backward import LocalBackward
 from retrograd.core.home_streams import home_streams
+from retrograd.core.host_memory import HostMemory, HostTier
 from retrograd.core.memory import (
     NOTHING,
     Choice,
@@ -49,7 +50,6 @@ from retrograd.core.private import (
 )
 from retrograd.core.program import (
     Application,
-    Output,
     Pass,
     Program,
     Step,
@@ -59,19 +59,20 @@ from retrograd.core.program import (
 )
 from retrograd.core.saved import (
     KeywordArguments,
+    Saved,
     SavedAgain,
     SavedOutput,
     SavedState,
-    save,
-    save_leaves,
+    save_alias,
     save_state,
 )
-from retrograd.core.streams import State, flatten, unflatten
+from retrograd.core.streams import State, flatten, tensors_in, unflatten
 from retrograd.core.structure import Functions, StackCache, VerifyCalls
 from retrograd.core.tensors import (
     describe,
     distinct_bytes,
     is_capturing,
+    local,
     nbytes,
     requires_grad_of,
     shape_and_dtype,
@@ -100,6 +101,7 @@ class Tape(Pass):
         cache: StackCache,
         choose_guards: ChooseGuards = list,
         verify: VerifyCalls = "first",
+        host: HostMemory | None = None,
     ) -> None:
         super().__init__(program, streams, keywords, precision)
         check_hooks_are_enabled()
@@ -136,10 +138,22 @@ class Tape(Pass):
             verify,
         )
         self.local_backward = next(g for g in guards if isinstance(g, LocalBackward))
+        self.host = None if host is None else self._host_tier(host)
         guards = choose_guards(guards)
+        if self.host is not None:
+            guards = [*guards, self.host]
         self.guards_past_cut = Guards(guard for guard in guards if not guard.rebuilt_only)
         self.surround(guards)
         self.walk = Walk(context, self.specs, arguments, self.guards, home_streams(devices))
+
+    def _host_tier(self, memory: HostMemory) -> HostTier | None:
+        """None if the plan keeps nothing on the host."""
+        if not any(choice.host for choice in self.plan.choices.values()):
+            memory.trim()
+            return None
+        if self.is_capturing:
+            raise errors.capture_copies()
+        return HostTier(memory, self.context.weak_program)
 
     def _copy_inference_tensors(self) -> None:
         """Autograd cannot save tensors of inference mode."""
@@ -274,24 +288,62 @@ class Tape(Pass):
             record.before = before
         if choice is NOTHING and update.is_repeatable:
             return
-        output = save_output(update.output, self._memory_of_state(update.index))
         if not update.is_repeatable:
-            record.output = output
+            record.output = self._save_output(update)
             hooks.keep(update.saved)
         elif (choice.output or choice.saved) and update.saved:
-            hooks.output = output
-            if choice.saved:
-                hooks.whole = [(tensor.detach(), tensor._version) for tensor in update.saved]
+            self._keep_in_hooks(update, choice, hooks)
         elif choice.output:
-            record.output = output  # the graph will not hold the hooks
+            record.output = self._save_output(update)  # the graph will not hold the hooks
+
+    def _keep_in_hooks(self, update: Application, choice: Choice, hooks: ForwardHooks) -> None:
+        """Keep the output, and what autograd saved, as long as backward may ask for it."""
+        save_one = save_alias
+        is_undone_by_output = update.step.target_from == "output" and not choice.streams
+        keeps_output = choice.output or is_undone_by_output
+        if choice.host and self.host is not None:
+            outputs = [out for outs in update.output for out in outs] if keeps_output else []
+            tensors = [*outputs, *update.saved] if choice.saved else outputs
+            saver = self.host.saver(update.index, tensors, self._memory_of_others(update))
+            if saver is None:
+                return  # the function runs again
+            save_one = saver
+        if keeps_output:
+            hooks.output = self._save_output(update, save_one)
+        if choice.saved:
+            hooks.whole = list(map(save_one, update.saved))
+
+    def _save_output(
+        self, update: Application, save_one: Callable[[Tensor], Saved] = save_alias
+    ) -> SavedOutput:
+        """Save outputs; those that share memory with what the functions edit as copies."""
+        edited = self._memory_of_state(update.index)
+        return [
+            tuple([save_one(out.clone() if storage_of(out) in edited else out) for out in outputs])
+            for outputs in [[out.detach() for out in outputs] for outputs in update.output]
+        ]
+
+    def _memory_of_others(self, update: Application) -> set[int]:
+        """Memory that is not of activations: it lives on whether it is kept or not."""
+        function = self.structure.functions[update.index]
+        arguments = [self.keywords[outer] for outer in update.step.keywords.values()]
+        others = [*function.parameters, *tensors_in(arguments)]
+        return self._memory_of_state(update.index) | {storage_of(local(one)) for one in others}
 
     def _save_before(self, update: Application, choice: Choice) -> SavedState | None:
         """Save the streams that have to be saved before the function runs."""
         if choice.streams:
-            return save_state(self.state)
-        if update.step.target_from == "kept" and not choice.rerun:
-            return {update.step.target: save_leaves(update.target, surrounding_hooks())}
-        return None
+            state = self.state
+        elif update.step.target_from == "kept" and not choice.rerun:
+            state = {update.step.target: update.target}
+        else:
+            return None
+        if choice.host and self.host is not None:
+            leaves = [leaf for leaves in state.values() for leaf in leaves]
+            saver = self.host.saver(update.index, leaves, ())
+            if saver is not None:
+                return {name: tuple(map(saver, leaves)) for name, leaves in state.items()}
+        return save_state(state, None if choice.streams else surrounding_hooks())
 
     def _may_be_needed(self, update: Application) -> bool:
         """Whether backward may come to this update, or run a later one again from here."""
@@ -436,7 +488,7 @@ class ForwardHooks:
         # What the function pins, while it runs. A tuple as long as it is nothing.
         self.pinned: list[Pinned] | tuple[()] = ()
         self.outer: Box | None = None
-        self.whole: list[SavedAgain] | None = None  # all that autograd saved; used once
+        self.whole: list[Saved] | None = None  # all that autograd saved; used once
 
     @never_compiled
     def pack(self, tensor: Tensor) -> int:
@@ -484,14 +536,6 @@ def functions_of(program: Program, arguments: Iterable[Any]) -> list[Functions]:
         if type(step.coupling) in TRUSTED
         else (step.fn, step.coupling, *modules)
         for step in program
-    ]
-
-
-def save_output(output: Output, edited: set[int]) -> SavedOutput:
-    """Save outputs; those that share memory with `edited` as copies."""
-    return [
-        tuple([save(out.clone() if storage_of(out) in edited else out) for out in outputs])
-        for outputs in [[out.detach() for out in outputs] for outputs in output]
     ]
 
 

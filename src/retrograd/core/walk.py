@@ -631,9 +631,9 @@ class Recompute:
         forward_hooks = self.forward_hooks
         assert forward_hooks is not None
         assert forward_hooks.whole is not None
-        self.hooks.extend(forward_hooks.whole)
+        self.hooks.extend([saved.again() for saved in forward_hooks.whole])
         forward_hooks.whole = None
-        if not undo:
+        if not undo or self.record.before is not None:
             return None
         assert forward_hooks.output is not None
         return self.load(forward_hooks.output)
