@@ -159,7 +159,8 @@ class Structure:
         members = [members for function in self.distinct for members in function.members]
         self._slots = [slot for m in members for slot in (m.parameters, m.submodules)]
         self._sizes = [len(slot) for slot in self._slots]
-        self._values = [value for slot in self._slots for value in slot.values()]
+        self._filled = [slot for slot in self._slots if slot]
+        self._values = [value for slot in self._filled for value in slot.values()]
         self._sum_up_usage()
         self.has_scripts = any(function.is_script for function in self.distinct)
         self.attributes = Attributes(self.modules)
@@ -193,7 +194,7 @@ class Structure:
         """Whether all modules have the members that they had."""
         if list(map(len, self._slots)) != self._sizes:
             return False
-        now = itertools.chain.from_iterable(map(_values, self._slots))
+        now = itertools.chain.from_iterable(map(_values, self._filled))
         return all(map(operator.is_, now, self._values))
 
 
