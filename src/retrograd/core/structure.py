@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from retrograd.core import errors
 from retrograd.core.private import FSDP_FORGETS_CASTS, fsdp_policy, identity_of_generator
@@ -152,6 +153,7 @@ class Structure:
             function.first_parameter = len(self.parameters)
             self.modules += function.modules
             self.parameters += function.parameters
+        self.lazy = list(filter(is_lazy, self.parameters))  # those that had no shape
         self.dtypes = {parameter.dtype for parameter in self.parameters}
         self.buffers = [module._buffers for module in self.modules]
         self.has_user_modules = any(function.user_modules for function in self.distinct)
