@@ -95,7 +95,7 @@ def _check(options: argparse.Namespace) -> None:
         if folder.exists() and not folder.is_dir():
             raise Mistake(f"--out {options.out}: {folder} is a file; name a folder.")
     names = [name for network in rivals.NETWORKS.values() for name in network.contestants]
-    unknown = set(options.contestants or ()) - set(names)
+    unknown = {*(options.contestants or ())} - {*names}
     if unknown:
         known = ", ".join(dict.fromkeys(names))
         raise Mistake(f"no contestant {', '.join(sorted(unknown))}; there are {known}.")
@@ -133,7 +133,8 @@ def _stored(steps: Path) -> list[matrix.Row]:
 def _write_page(rows: list[matrix.Row]) -> None:
     for name, table in {**matrix.tables(rows), "frontier": frontier.text(rows)}.items():
         page.write_table(name, table, "benchmarks.md")
-    page.write_table("steps", matrix.table_of_readme(rows), "../README.md")
+    if any(row["name"] == "large" for row in rows):
+        page.write_table("steps", matrix.table_of_readme(rows), "../README.md")
 
 
 def _drawn(rows: list[matrix.Row], folder: Path) -> list[Path]:

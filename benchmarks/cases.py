@@ -33,7 +33,7 @@ SIZES = {
     "large": Size("large", blocks=8, width=256, batch=2, tokens=512),
     "shown": Size("shown", blocks=24, width=128, batch=4, tokens=256),
     "tiny": Size("tiny", blocks=24, width=64, batch=2, tokens=64),
-    "deep": Size("deep", blocks=96, width=64, batch=2, tokens=256),
+    "deep": Size("deep", blocks=48, width=64, batch=2, tokens=256),
 }
 
 

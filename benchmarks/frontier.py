@@ -1,4 +1,4 @@
-"""The frontier: bytes against FLOPs of every contestant, and where somebody is ahead of retrograd.
+"""The frontier: bytes against FLOPs and time of every contestant, and who is ahead of retrograd.
 
 A contestant is named "line, point". A line goes from its fewest bytes to plain autograd, which
 every user can mix in, block by block; other reversible libraries cannot, so each is a point. A
@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.cases import CONTESTANTS
 from benchmarks.page import DOCS
 from retrograd.line_labels import LineLabel, label_lines
 
 MIB = 2**20
 SIZES = ("tiny", "large", "deep")
 OURS = ("retrograd", "rules")
-TOLERANCE = 0.0005  # of FLOPs, plain autograd being 1: rows are rounded
+# Lines that plain autograd can be mixed into.
+MIXED = ("retrograd", "checkpoint", "selective", "torch_remat", "offloaded", "compiler")
+# Plain autograd being 1: FLOPs are rounded, time differs by that between runs.
+TOLERANCES = {"flops": 0.0005, "time": 0.03}
 COLOURS = {
     "retrograd": "tab:red",
     "rules": "tab:pink",
@@ -28,7 +31,9 @@ COLOURS = {
     "selective": "tab:blue",
     "torch_remat": "tab:green",
     "offloaded": "tab:orange",
+    "compiler": "tab:blue",
 }
+OTHER = "gray"  # other reversible libraries
 
 Row = dict[str, Any]
 
@@ -41,8 +46,9 @@ class Point(NamedTuple):
     time: float
     name: str
 
-    def __str__(self) -> str:
-        return f"{self.name} ({self.bytes / MIB:.2f} MiB, {self.flops:.3f}, time {self.time:.2f})"
+    @property
+    def cost(self) -> str:
+        return f"{self.flops:.3f} in {self.time:.2f}"
 
 
 def lines_of(rows: Iterable[Row]) -> dict[str, list[Point]]:
@@ -54,7 +60,7 @@ def lines_of(rows: Iterable[Row]) -> dict[str, list[Point]]:
         found.setdefault(point.name.partition(",")[0], []).append(point)
     plain = found.pop("plain")
     for name, points in found.items():
-        if name not in CONTESTANTS or name in ("checkpoint", "retrograd"):
+        if name in MIXED:
             points += plain
         points.sort()
     return found
@@ -83,28 +89,15 @@ def at(points: Sequence[Point], bytes_: int) -> Point | None:
     return points[-1]
 
 
-class Behind(NamedTuple):
-    """A point of ours, and the lines that need fewer FLOPs there."""
-
-    point: Point
-    ahead: dict[str, Point]
-
-    def __str__(self) -> str:
-        others = [f"{n} {p.flops:.3f}, time {p.time:.2f}" for n, p in self.ahead.items()]
-        return f"{self.point}: {'; '.join(others)}"
-
-
-def all_behind(lines: dict[str, list[Point]]) -> list[Behind]:
-    """The points of ours that are not at or under every line."""
+def behind(lines: dict[str, list[Point]], what: str) -> list[Point]:
+    """The points of ours that are not at or under every line, in "flops" or "time"."""
+    others = [points for name, points in lines.items() if name not in OURS]
     found = []
     for point in ours(lines):
-        ahead = {}
-        for name, points in lines.items():
-            there = None if name in OURS else at(points, point.bytes)
-            if there is not None and there.flops < point.flops - TOLERANCE:
-                ahead[name] = there
-        if ahead:
-            found.append(Behind(point, ahead))
+        there = [at(points, point.bytes) for points in others]
+        least = min((getattr(p, what) for p in there if p is not None), default=math.inf)
+        if least < getattr(point, what) - TOLERANCES[what]:
+            found.append(point)
     return found
 
 
@@ -112,11 +105,15 @@ def ours(lines: dict[str, list[Point]]) -> list[Point]:
     return [point for name in OURS for point in lines.get(name, ()) if point.name != "plain"]
 
 
-def leaner(lines: dict[str, list[Point]]) -> list[Point]:
-    """The points of others with fewer bytes than any of ours."""
-    least = min(point.bytes for point in ours(lines))
-    others = [points for name, points in lines.items() if name not in OURS]
-    return sorted(point for points in others for point in points if point.bytes < least)
+def ahead(lines: dict[str, list[Point]]) -> list[tuple[Point, Point | None]]:
+    """The points of others under our line, and our line there; None if we need more bytes."""
+    found = []
+    for name, points in lines.items():
+        for point in points if name not in OURS else ():
+            there = at(lines["retrograd"], point.bytes)
+            if there is None or point.flops < there.flops - TOLERANCES["flops"]:
+                found.append((point, there))
+    return sorted(found)
 
 
 COMPILED = DOCS / "figures" / "compiled.jsonl"  # of `python -m benchmarks.compiled`
@@ -165,29 +162,33 @@ def groups(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
 def text(rows: Iterable[Row]) -> str:
     """Who is ahead where, as a table."""
     lines = [
-        "| size, network | points of ours at or under every line | who needs fewer FLOPs at the "
-        "bytes of the others | who needs fewer bytes than any |",
-        "| --- | ---: | --- | --- |",
+        "| size, network | ours under every line: FLOPs | time | others with fewer FLOPs than our "
+        "line: MiB, FLOPs in time (ours there) |",
+        "| --- | ---: | ---: | --- |",
     ]
     for (size, network), group in groups(rows).items():
         found = lines_of(group)
-        behind = all_behind(found)
         count = len(ours(found))
         cells = (
             f"{size}, {network}",
-            f"{count - len(behind)} of {count}",
-            "<br>".join(map(str, behind)) or "nobody",
-            "<br>".join(map(str, leaner(found))) or "nobody",
+            f"{count - len(behind(found, 'flops'))} of {count}",
+            f"{count - len(behind(found, 'time'))} of {count}",
+            "<br>".join(described(*pair) for pair in ahead(found)) or "none",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def described(point: Point, there: Point | None) -> str:
+    least = "needs more" if there is None else there.cost
+    return f"{point.name}: {point.bytes / MIB:.2f}, {point.cost} ({least})"
 
 
 # --- drawn
 
 
 def figures(rows: Iterable[Row]) -> dict[str, Any]:
-    """A figure for each size, by its file: both networks side by side."""
+    """A figure for each size, by its file: both networks side by side, FLOPs above time."""
     from matplotlib.figure import Figure
 
     by_size: dict[str, dict[str, list[Row]]] = {}
@@ -195,12 +196,15 @@ def figures(rows: Iterable[Row]) -> dict[str, Any]:
         by_size.setdefault(size, {})[network] = group
     found = {}
     for size, networks in by_size.items():
-        figure = Figure((5.5 * len(networks), 4.5), layout="constrained")
-        panels = figure.subplots(1, len(networks), sharey=True, squeeze=False)[0]
-        for axes, (network, group) in zip(panels, networks.items()):
-            axes.set_title(_title(network, group[0]))
-            _draw(axes, lines_of(group))
-        panels[0].set_ylabel("FLOPs of a step, plain autograd = 1")
+        figure = Figure((5.5 * len(networks), 8), layout="constrained")
+        panels = figure.subplots(2, len(networks), sharex="col", sharey="row", squeeze=False)
+        for column, (network, group) in zip(panels.T, networks.items()):
+            column[0].set_title(_title(network, group[0]))
+            column[1].set_xlabel("MiB of activations")
+            for axes, what in zip(column, ("flops", "time")):
+                _draw(axes, lines_of(group), what)
+        for axes, what in zip(panels[:, 0], ("FLOPs", "time")):
+            axes.set_ylabel(f"{what} of a step, plain autograd = 1")
         found[f"frontier-{size}.svg"] = figure
     return found
 
@@ -212,20 +216,37 @@ def _title(network: str, row: Row) -> str:
     return f"{network}: {shape}, {row['batch']} x {row['tokens']} tokens"
 
 
-def _draw(axes: Any, lines: dict[str, list[Point]]) -> None:
+def _draw(axes: Any, lines: dict[str, list[Point]], what: str) -> None:
+    from matplotlib.ticker import LogLocator
+
     labels = []
     for name, points in lines.items():
-        colour = COLOURS.get(name, "gray")
+        colour = COLOURS.get(name, OTHER)
         width = 2.5 if name == "retrograd" else 1
-        xs, ys = [[p.bytes / MIB for p in points], [p.flops for p in points]]
-        axes.plot(xs, ys, "o", markersize=2 + width, color=colour)
+        axes.plot(*_columns(points, what), "o", markersize=2 + width, color=colour)
+        shown = best(points)  # in FLOPs, also where time is drawn
         if name != "rules":
-            shown = best(points)
-            xs, ys = [[p.bytes / MIB for p in shown], [p.flops for p in shown]]
-            axes.plot(xs, ys, color=colour, linewidth=width)
-        highest = max(points, key=lambda point: point.flops)
-        labels.append(LineLabel(highest.bytes / MIB, highest.flops, name, colour))
-    axes.set(xlabel="MiB of activations", xscale="log")
+            axes.plot(*_columns(shown, what), color=colour, linewidth=width)
+        at = shown[min(1, len(shown) - 1)]  # the first points of several lines are nearly the same
+        labels.append(LineLabel(at.bytes / MIB, getattr(at, what), name, colour))
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(2))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    label_lines(axes, labels, fontsize=8)
+    label_lines(axes, _together(labels), fontsize=8)
+
+
+def _columns(points: Sequence[Point], what: str) -> tuple[list[float], list[float]]:
+    return [p.bytes / MIB for p in points], [getattr(p, what) for p in points]
+
+
+def _together(labels: list[LineLabel]) -> list[LineLabel]:
+    """One label for other libraries that are at the same height, at the leanest of them."""
+    found = [label for label in labels if label.colour != OTHER]
+    others = sorted(label for label in labels if label.colour == OTHER)
+    for flops in dict.fromkeys(label.y for label in others):
+        same = [label for label in others if label.y == flops]
+        found.append(same[0]._replace(text=", ".join(label.text for label in same)))
+    return found

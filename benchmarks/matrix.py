@@ -150,12 +150,14 @@ def tables(rows: list[Row]) -> dict[str, str]:
     for size, (names, columns) in STEPS.items():
         titles = {name: title(name) for name in names}
         of_size = [row for row in pairs if row["name"] == size]
-        found[f"steps of {size}"] = table_of_steps(of_size, titles, columns)
+        if of_size:
+            found[f"steps of {size}"] = table_of_steps(of_size, titles, columns)
     found["depth"] = table_of_depth(_of_most_depths(pairs))
     return found
 
 
 def table_of_readme(rows: list[Row]) -> str:
+    """Of the size "large"."""
     names = ("plain", "checkpoint", "revtorch", "retrograd", *BUDGETS)
     titles = {name: title(name) for name in names}
     titles["revtorch"] = "the leanest other library, revtorch"
