@@ -59,11 +59,13 @@ fuzz: $(VENV)/ready  ## 20,000 random programs, all samples of PyTorch's operati
 attack: $(VENV)/ready  ## kills, damage, interrupts, odd command lines and a long run against the trainer: docs/reliability.md (two hours)
 	OMP_NUM_THREADS=1 $(BIN)/python -m speedrun.attacks --write-docs
 
-bench: $(PEERS)  ## time and memory of a step: plain, checkpoint, peers, the five systems and retrograd (half an hour)
-	$(BIN)/python -W ignore -m benchmarks
+bench: $(PEERS)  ## docs/benchmarks.md and the budgets of docs/memory.md, with their figures (an hour)
+	$(BIN)/python -W ignore -m benchmarks --write
+	$(BIN)/python -W ignore -m benchmarks.depth --write
 	$(BIN)/python -W ignore -m benchmarks.exact
-	$(BIN)/python -W ignore -m benchmarks.budget
-	$(BIN)/python -W ignore -m benchmarks.systems
+	$(BIN)/python -W ignore -m benchmarks.budget --write
+	$(BIN)/python -W ignore -m benchmarks.budget --scale --write
+	$(BIN)/python -W ignore -m benchmarks.systems --write
 
 clean:  ## remove the environment and everything generated
 	rm -rf $(VENV) .venv-torch build dist site benchmarks/results .pytest_cache .ruff_cache .hypothesis

@@ -9,20 +9,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import cases, matrix
+from benchmarks import frontier, matrix, page, rivals
+from benchmarks.cases import Size
 from retrograd.cli.mistakes import Mistake, run_command
 
 RESULTS = Path("benchmarks/results")
+FIGURES = page.DOCS / "figures" / "bench"
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measures a training step of a reversible transformer as run by plain "
-        "autograd, by torch.utils.checkpoint per block, by every reversible library that is "
+        description="Measures a training step of a transformer, reversible and ordinary, as run by "
+        "plain autograd, by every kind of checkpointing, by every reversible library that is "
         "installed, and by retrograd with and without a budget, all in one process and in turn. "
         "Rows go to OUT/steps.jsonl as JSON lines, pictures beside them: memory.svg (against "
-        "depth), frontier.svg (time against memory).",
+        "depth), frontier-SIZE.svg (FLOPs against memory).",
     )
     made.add_argument(
         "--quick", action="store_true", help="small networks and few rounds: under a minute"
@@ -37,14 +39,20 @@ def parser() -> argparse.ArgumentParser:
         "--sizes",
         nargs="+",
         metavar="NAME",
-        help="only sizes of these names: large, shown, tiny, depth, width, length; with --quick, "
-        "depth",
+        help="only sizes of these names: large, shown, tiny, depth, deep, width, length; with "
+        "--quick, depth and tiny",
     )
     made.add_argument(
         "--draw-only", action="store_true", help="draw the rows of OUT/steps.jsonl again"
     )
     made.add_argument(
         "--out", type=Path, default=RESULTS, help=f"the folder for rows and pictures ({RESULTS})"
+    )
+    made.add_argument(
+        "--write",
+        action="store_true",
+        help="write the tables of docs/benchmarks.md and README.md, and rows and pictures into "
+        "docs/figures/bench; rows that were not measured this time stay as they are",
     )
     made.add_argument(
         "--json",
@@ -62,13 +70,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     _check(options)  # before minutes of measuring, not after
     sizes = _sizes(options)
-    steps = options.out / "steps.jsonl"
+    folder = FIGURES if options.write else options.out
+    steps = folder / "steps.jsonl"
     if options.draw_only:
         rows = _stored(steps)
     else:
         rows = _measured(sizes, options)
+        if options.write and steps.exists():
+            rows = matrix.merged(rows, _stored(steps))
         matrix.write(rows, steps)
-    pictures = _drawn(rows, options.out)
+    compared = [*rows, *frontier.compiled_rows()] if options.write else rows
+    if options.write:
+        _write_page(compared)
+    pictures = _drawn(compared, folder)
     if options.json:
         print("\n".join(json.dumps(row) for row in rows))
     else:
@@ -80,15 +94,16 @@ def _check(options: argparse.Namespace) -> None:
     for folder in (options.out, *options.out.parents):
         if folder.exists() and not folder.is_dir():
             raise Mistake(f"--out {options.out}: {folder} is a file; name a folder.")
-    unknown = set(options.contestants or ()) - cases.CONTESTANTS.keys()
+    names = [name for network in rivals.NETWORKS.values() for name in network.contestants]
+    unknown = {*(options.contestants or ())} - {*names}
     if unknown:
-        known = ", ".join(cases.CONTESTANTS)
+        known = ", ".join(dict.fromkeys(names))
         raise Mistake(f"no contestant {', '.join(sorted(unknown))}; there are {known}.")
     if options.rounds is not None and options.rounds < 1:
         raise Mistake(f"--rounds {options.rounds}: must be at least 1.")
 
 
-def _sizes(options: argparse.Namespace) -> list[cases.Size]:
+def _sizes(options: argparse.Namespace) -> list[Size]:
     sizes = matrix.QUICK if options.quick else matrix.FULL
     if options.sizes is None:
         return sizes
@@ -99,7 +114,7 @@ def _sizes(options: argparse.Namespace) -> list[cases.Size]:
     return chosen
 
 
-def _measured(sizes: list[cases.Size], options: argparse.Namespace) -> list[matrix.Row]:
+def _measured(sizes: list[Size], options: argparse.Namespace) -> list[matrix.Row]:
     rounds = options.rounds or (3 if options.quick else 15)
     output = sys.stderr if options.json else sys.stdout
     with contextlib.redirect_stdout(output):
@@ -113,6 +128,13 @@ def _stored(steps: Path) -> list[matrix.Row]:
         raise Mistake(
             f"--draw-only: there are no rows to be read in {steps} ({error}); measure first."
         ) from error
+
+
+def _write_page(rows: list[matrix.Row]) -> None:
+    for name, table in {**matrix.tables(rows), "frontier": frontier.text(rows)}.items():
+        page.write_table(name, table, "benchmarks.md")
+    if any(row["name"] == "large" for row in rows):
+        page.write_table("steps", matrix.table_of_readme(rows), "../README.md")
 
 
 def _drawn(rows: list[matrix.Row], folder: Path) -> list[Path]:

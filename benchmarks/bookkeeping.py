@@ -25,7 +25,7 @@ def per_update(depth: int, dropout: float) -> tuple[float, float, int]:
         zip(functions[::2], functions[1::2]), memory=rg.Reverse(keep_last=False)
     )
     x = torch.randn(2, 4, 16, requires_grad=True)
-    stack(x)
+    stack(x).sum().backward()  # the first step is inspected
     with LiveBytes() as live:
         y = stack(x)
         tensors = live.now

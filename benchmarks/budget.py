@@ -1,7 +1,7 @@
 """The line between time and memory: plain autograd, per-block checkpointing, and retrograd at
 several budgets.
 
-    python -m benchmarks.budget [--rounds 15] [--scale] [--draw-only]
+    python -m benchmarks.budget [--rounds 15] [--scale] [--write] [--draw-only]
 
 24 transformer blocks of width 128, 4 x 256 tokens, float32. Bytes are exact, FLOPs as torch counts
 them, both of the step after the plan is settled; time is the median of ratios to plain of steps run
@@ -10,7 +10,8 @@ course of a step.
 
 With `--scale` instead: 1,024 blocks, and a sequence of 65,536 tokens through 24 blocks with
 attention in windows of 256; and what plain autograd would have needed, counted from what autograd
-saves of each function.
+saves of each function. `--write` puts the table into docs/memory.md, that of `--scale` into
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 import retrograd as rg
 from benchmarks.cases import SIZES, Attention, FeedForward, Plain, pairs
 from benchmarks.drift import FIGURES
+from benchmarks.page import write_table
 from benchmarks.steps import example, flops, seconds, step
 from retrograd.core.operations import KeepOperations, ReuseOperations
 from retrograd.line_labels import LineLabel, label_lines
@@ -54,13 +56,13 @@ def line(rounds: int) -> list[dict[str, Any]]:
     most, least = peak(plain, x), peak(by_block, x)
     networks = {
         "plain autograd": (plain, None),
-        "checkpoint per block": (by_block, None),
-        "Reverse()": (build(rg.Reverse()), None),
-        "Budget: checkpoint's peak": (build(rg.Budget(least)), least),
-        "Budget: an eighth of plain": (build(rg.Budget(most // 8)), most // 8),
-        "Budget: a quarter of plain": (build(rg.Budget(most // 4)), most // 4),
-        "Budget: half of plain": (build(rg.Budget(most // 2)), most // 2),
-        "Budget: plain's peak": (build(rg.Budget(most)), most),
+        "`torch.utils.checkpoint` per block": (by_block, None),
+        "`Reverse()`": (build(rg.Reverse()), None),
+        "`Budget`: checkpoint's peak": (build(rg.Budget(least)), least),
+        "`Budget`: an eighth of plain": (build(rg.Budget(most // 8)), most // 8),
+        "`Budget`: a quarter of plain": (build(rg.Budget(most // 4)), most // 4),
+        "`Budget`: half of plain": (build(rg.Budget(most // 2)), most // 2),
+        "`Budget`: plain's peak": (build(rg.Budget(most)), most),
     }
     times: dict[str, list[float]] = {name: [] for name in networks}
     for i in range(rounds + 3):
@@ -104,10 +106,10 @@ def draw(rows: list[dict[str, Any]]) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharex=True, layout="constrained")
     for axis, what in zip(axes, ("flops", "time")):
         ours = sorted(
-            (row["peak"] / MIB, row[what]) for row in rows if "checkpoint per" not in row["name"]
+            (row["peak"] / MIB, row[what]) for row in rows if "checkpoint`" not in row["name"]
         )
         (line,) = axis.plot(*zip(*ours), marker="o", markersize=4)
-        (other,) = [row for row in rows if row["name"] == "checkpoint per block"]
+        (other,) = [row for row in rows if "checkpoint`" in row["name"]]
         point = other["peak"] / MIB, other[what]
         axis.plot(*point, "kx")
         axis.set(
@@ -179,7 +181,11 @@ class Windows(Attention):
         return super().forward(x.reshape(-1, 256, x.shape[-1])).view_as(x)
 
 
-def scale() -> None:
+def scale() -> str:
+    lines = [
+        "| | activations | plain autograd would have needed |",
+        "| --- | ---: | ---: |",
+    ]
     for blocks, batch, tokens in ((1024, 4, 256), (24, 1, 65_536)):
         torch.manual_seed(0)
         stack = rg.ReversibleSequence(
@@ -187,14 +193,23 @@ def scale() -> None:
         )
         x = torch.randn(batch, tokens, 128)
         plain = stack.plan(x).plain
-        start = time.perf_counter()
         needed = activation_bytes(lambda: step(stack, x), stack.parameters())  # noqa: B023
-        print(
-            f"{blocks:,} blocks of width 64, {batch} x {tokens:,} tokens: {needed / MIB:,.0f} MiB "
-            f"of activations, a step in {time.perf_counter() - start:.0f} s; plain autograd would "
-            f"have needed {plain / MIB:,.0f} MiB",
-            flush=True,
-        )
+        shape = f"{blocks:,} blocks of width 64, {batch} x {tokens:,} tokens"
+        lines.append(f"| {shape} | {needed / MIB:,.0f} MiB | {plain / MIB:,.0f} MiB |")
+        print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| | allowed, MiB | needed, MiB | FLOPs | time |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        limit = f"{row['limit'] / MIB:.1f}" if row["limit"] else ""
+        costs = f"{row['peak'] / MIB:.1f} | {row['flops']:.3f} | {row['time']:.2f}"
+        lines.append(f"| {row['name']} | {limit} | {costs} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -203,28 +218,26 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
     parser.add_argument("--scale", action="store_true", help="the large ones")
+    parser.add_argument("--write", action="store_true", help="write the table to its page")
     parser.add_argument("--draw-only", action="store_true", help="draw what was measured before")
     arguments = parser.parse_args()
     if arguments.scale:
-        return scale()
+        scaled = scale()
+        if arguments.write:
+            write_table("scale", scaled, "benchmarks.md")
+        return
     data = FIGURES / "budget.jsonl"
     if arguments.draw_only:
         return draw([json.loads(line) for line in data.read_text().splitlines()])
     rows = line(arguments.rounds)
     FIGURES.mkdir(parents=True, exist_ok=True)
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print("| | allowed, MiB | needed, MiB | FLOPs | time |\n| --- | ---: | ---: | ---: | ---: |")
-    for row in rows:
-        limit = f"{row['limit'] / MIB:.1f}" if row["limit"] else ""
-        print(
-            f"| {row['name']} | {limit} | {row['peak'] / MIB:.1f} | {row['flops']:.3f} | "
-            f"{row['time']:.2f} |"
-        )
-    print()
+    print(table(rows), end="\n\n")
+    if arguments.write:
+        write_table("budget", table(rows), "memory.md")
     course()
     dispatch()
     draw(rows)
-    return None
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ SIZES = {
     "large": Size("large", blocks=8, width=256, batch=2, tokens=512),
     "shown": Size("shown", blocks=24, width=128, batch=4, tokens=256),
     "tiny": Size("tiny", blocks=24, width=64, batch=2, tokens=64),
+    "deep": Size("deep", blocks=48, width=64, batch=2, tokens=256),
 }
 
 
@@ -49,8 +50,10 @@ class Attention(nn.Module):
         b, n, d = x.shape
         qkv = self.qkv(self.norm(x)).view(b, n, 3, self.heads, d // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each: b, heads, n, d / heads
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.out(y.transpose(1, 2).reshape(b, n, d))
+        return self.out(self.attend(q, k, v).transpose(1, 2).reshape(b, n, d))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
 
 
 class FeedForward(nn.Sequential):
@@ -149,14 +152,18 @@ CONTESTANTS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def contestants(size: Size, names: Collection[str] | None = None) -> dict[str, nn.Module]:
+def contestants(
+    size: Size,
+    names: Collection[str] | None = None,
+    among: Mapping[str, Callable[[Pairs], nn.Module]] = CONTESTANTS,
+) -> dict[str, nn.Module]:
     """A network for each contestant that is installed, all with equal weights.
 
     With `names`, only for those and for plain autograd.
     """
     blocks = pairs(size)
     networks = {}
-    for name, build in CONTESTANTS.items():
+    for name, build in among.items():
         if names is not None and name not in names and name != "plain":
             continue
         try:

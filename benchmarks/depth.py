@@ -1,7 +1,9 @@
 """Activation memory against depth: plain autograd, checkpointing per block, retrograd. Bytes are
 exact.
 
-python -m benchmarks.depth [--depths 8 32 128]
+    python -m benchmarks.depth [--depths 8 32 128] [--write]
+
+`--write` puts the table into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -10,8 +12,30 @@ import argparse
 from dataclasses import replace
 
 from benchmarks.cases import CONTESTANTS, SIZES, pairs
+from benchmarks.matrix import title
+from benchmarks.page import write_table
 from benchmarks.steps import example, step
 from retrograd.measure import activation_bytes
+
+SIZE = replace(SIZES["tiny"], tokens=256)
+
+
+def table(depths: list[int]) -> str:
+    lines = [
+        f"| blocks | {' | '.join(map(str, depths))} |",
+        f"| --- |{' ---: |' * len(depths)}",
+    ]
+    for name in ("plain", "checkpoint", "retrograd"):
+        cells = [f"{needed(name, depth) / 2**20:.1f}" for depth in depths]
+        lines.append(f"| {title(name)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def needed(name: str, depth: int) -> int:
+    size = replace(SIZE, blocks=depth)
+    network = CONTESTANTS[name](pairs(size))
+    x = example(size)
+    return activation_bytes(lambda: step(network, x), [*network.parameters(), x])
 
 
 def main() -> None:
@@ -21,18 +45,13 @@ def main() -> None:
     parser.add_argument(
         "--depths", type=int, nargs="+", default=[8, 32, 128], help="numbers of blocks"
     )
-    depths = parser.parse_args().depths
-    size = replace(SIZES["tiny"], tokens=256)
-    print(f"MiB of activations; width {size.width}, {size.batch} x {size.tokens} tokens")
-    print(f"| blocks | {' | '.join(map(str, depths))} |\n| --- |{' ---: |' * len(depths)}")
-    for name in ("plain", "checkpoint", "retrograd"):
-        row = []
-        for depth in depths:
-            network = CONTESTANTS[name](pairs(replace(size, blocks=depth)))
-            x = example(size)
-            bytes_ = activation_bytes(lambda: step(network, x), [*network.parameters(), x])  # noqa: B023
-            row.append(f"{bytes_ / 2**20:.1f}")
-        print(f"| {name} | {' | '.join(row)} |", flush=True)
+    parser.add_argument("--write", action="store_true", help="write the table to the page")
+    options = parser.parse_args()
+    print(f"MiB of activations; width {SIZE.width}, {SIZE.batch} x {SIZE.tokens} tokens")
+    text = table(options.depths)
+    print(text)
+    if options.write:
+        write_table("narrow", text, "benchmarks.md")
 
 
 if __name__ == "__main__":

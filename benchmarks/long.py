@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import retrograd as rg
-from benchmarks.ordinary import FlopsOfAll
 from benchmarks.page import write_table
+from benchmarks.steps import FlopsOfAll
 from retrograd.measure import LiveBytes
 
 GIB = 2**30
 CHUNKS = 16
-BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -176,17 +175,6 @@ HEADS: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {
 }
 
 
-class FlopsOfStep(FlopsOfAll):
-    """Counts the backward of attention, too: five products, where forward has two."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is BACKWARD.default:
-            query, key = args[1], args[2]
-            self.total += 10 * query.numel() * key.shape[-2]
-        return result
-
-
 class Row(NamedTuple):
     name: str
     tokens: int
@@ -239,7 +227,7 @@ def measure(name: str, of: Geometry, tokens: int) -> Row:
         step()
     moved = bus.moved
     gradients = sum(p.grad.nbytes for p in network.parameters() if p.grad is not None)
-    with FlopsOfStep() as flops:
+    with FlopsOfAll() as flops:
         step()
     return Row(name, tokens, live.peak - gradients, flops.total, moved)
 
@@ -256,7 +244,7 @@ def measure_head(name: str, of: Geometry, tokens: int) -> Row:
 
     with LiveBytes() as live:
         step()
-    with FlopsOfStep() as flops:
+    with FlopsOfAll() as flops:
         step()
     return Row(name, tokens, live.peak - weight.nbytes, flops.total, 0)
 

@@ -1,11 +1,11 @@
 """Each of the five systems: the original package's reversible module against retrograd's and
 against plain autograd.
 
-    python -m benchmarks.systems [--rounds 11] [--out benchmarks/results/systems.jsonl]
+    python -m benchmarks.systems [--rounds 11] [--out benchmarks/results/systems.jsonl] [--write]
 
 Bytes are exact. Times are medians of steps that were run in turn, as ratios to plain autograd.
 Originals come from PyPI (`benchmarks/peers.txt`); nuwa-pytorch imports torchvision, for which a
-stand-in does.
+stand-in does. `--write` puts the table into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import retrograd as rg
 from benchmarks.cases import Attention, FeedForward
+from benchmarks.page import write_table
 from retrograd.compat import axial, nuwa, nuwa_video_audio, reformer, se3
 from retrograd.measure import activation_bytes
 from tests.packages import load
@@ -153,11 +154,14 @@ def main() -> None:
         default=Path("benchmarks/results/systems.jsonl"),
         help="where rows are written",
     )
+    parser.add_argument("--write", action="store_true", help="write the table to the page")
     options = parser.parse_args()
     rows = []
-    print(f"the five systems: {BLOCKS} blocks, width {WIDTH}")
-    print("| | activations, MiB: plain | original | retrograd | time: original | retrograd |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    lines = [
+        "| | activations, MiB: plain | original | retrograd | time: original | retrograd |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    print(f"the five systems: {BLOCKS} blocks, width {WIDTH}", *lines, sep="\n")
     for entry in ENTRIES:
         torch.manual_seed(0)
         ours, original = entry.build(entry.ours), entry.build(load(entry.original))
@@ -191,13 +195,14 @@ def main() -> None:
             for n in networks
         ]
         memory = " | ".join(f"{mib[name]:.1f}" for name in networks)
-        print(
-            f"| {entry.name} | {memory} | {ratio['original']:.2f} | {ratio['retrograd']:.2f} |",
-            flush=True,
-        )
+        times_ = f"{ratio['original']:.2f} | {ratio['retrograd']:.2f}"
+        lines.append(f"| {entry.name} | {memory} | {times_} |")
+        print(lines[-1], flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{len(rows)} rows in {options.out}")
+    if options.write:
+        write_table("systems", "\n".join(lines), "benchmarks.md")
 
 
 if __name__ == "__main__":

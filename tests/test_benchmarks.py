@@ -13,7 +13,18 @@ import torch
 from torch import nn
 
 import retrograd as rg
-from benchmarks import compare_checkouts, long, matrix, overhead
+from benchmarks import __main__ as command
+from benchmarks import (
+    cases,
+    compare_checkouts,
+    frontier,
+    long,
+    matrix,
+    overhead,
+    page,
+    rivals,
+    steps,
+)
 from benchmarks.__main__ import main
 from retrograd.core.observe import Observer
 
@@ -27,6 +38,8 @@ PARTS = {
     "gpu_table",
     "page",
     "family_models",
+    "frontier",
+    "rivals",
 }
 COMMANDS = {path.stem for path in Path(overhead.__file__).parent.glob("*.py")} - PARTS
 
@@ -61,27 +74,100 @@ def test_what_is_left_out_for_a_promise_is_there():
 
 @pytest.fixture
 def tiny(monkeypatch):
-    size = replace(matrix.SHOWN, name="depth", width=8, batch=1, tokens=8)
-    monkeypatch.setattr(matrix, "QUICK", [replace(size, blocks=blocks) for blocks in (2, 4)])
+    size = replace(matrix.SHOWN, width=8, batch=1, tokens=8)
+    sizes = [replace(size, name="depth", blocks=2), replace(size, name="tiny", blocks=4)]
+    monkeypatch.setattr(matrix, "QUICK", sizes)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the peers
 def test_it_measures_stores_and_draws(tiny, tmp_path, capsys):
-    contestants = ["checkpoint", "retrograd", "retrograd, 50%"]
+    contestants = ["checkpoint", "selective, attention", "retrograd", "retrograd, 50%"]
     options = ["--quick", "--rounds", "1", "--contestants", *contestants, "--out", str(tmp_path)]
     assert main(options) == 0
     printed = capsys.readouterr().out
-    assert "4 blocks, width 8, 1 x 8 tokens" in printed and "| retrograd |" in printed
+    assert "4 blocks, width 8, 1 x 8 tokens (ordinary)" in printed and "| retrograd |" in printed
     rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert {row["contestant"] for row in rows} >= {"plain", "checkpoint", "retrograd"}
+    for network in rivals.NETWORKS:
+        found = {row["contestant"] for row in rows if row["network"] == network}
+        assert found >= {"plain", *contestants[:3]}
     assert all(row["gradient_difference"] < 1e-5 for row in rows)
-    pictures = [tmp_path / "memory.svg", tmp_path / "frontier.svg"]
+    pictures = [tmp_path / "memory.svg", tmp_path / "frontier-tiny.svg"]
     assert all(picture.stat().st_size > 5000 for picture in pictures)
     for picture in pictures:
         picture.unlink()
     assert main(["--draw-only", "--out", str(tmp_path), "--json"]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
     assert all(picture.exists() for picture in pictures)
+
+
+def test_it_writes_its_tables(tiny, tmp_path, monkeypatch, capsys):
+    """What was not measured this time stays."""
+    docs = tmp_path / "docs"
+    monkeypatch.setattr(page, "DOCS", docs)
+    monkeypatch.setattr(command, "FIGURES", docs / "figures")
+    (docs / "figures").mkdir(parents=True)
+    for name in ("README.md", "docs/benchmarks.md"):
+        text = (Path(__file__).parents[1] / name).read_text()
+        (tmp_path / name).write_text(text)
+    options = ["--quick", "--rounds", "1", "--write", "--contestants", "checkpoint"]
+    assert main([*options, "retrograd"]) == 0
+    capsys.readouterr()
+    assert main([*options, "--sizes", "tiny", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == len(matrix.merged(rows, []))
+    assert {row["contestant"] for row in rows} == {"plain", "checkpoint", "retrograd"}
+    text = (docs / "benchmarks.md").read_text()
+    assert "| blocks | 2 | 4 |" in text
+    assert "tiny, ordinary | 1 of 1 | " in text
+
+
+# Rules are other networks than the plain one.
+SAME = [
+    (network.name, name)
+    for network in rivals.NETWORKS.values()
+    for name in network.contestants
+    if name.startswith(("checkpoint", "selective", "torch_remat", "offloaded"))
+]
+
+
+@pytest.mark.parametrize(("network", "name"), SAME)
+def test_rivals_have_the_gradients_of_plain_autograd(network, name):
+    size = cases.Size("", blocks=4, width=8, batch=1, tokens=8)
+    found = cases.contestants(size, [name], rivals.NETWORKS[network].contestants)
+    if name not in found:
+        pytest.skip("not installed")
+    streams = rivals.NETWORKS[network].streams
+    x = steps.example(size, streams).double().detach().requires_grad_()
+    plain, rival = (found[key].double() for key in ("plain", name))
+    assert steps.difference(rival, plain, x) < 1e-12
+    moved = steps.bus_bytes(rival, x)
+    blocks = {"offloaded, every block": 4, "offloaded, every second block": 2}.get(name, 0)
+    assert moved == 2 * blocks * x.nbytes
+
+
+def row(contestant, mib, flops):
+    fixed = {"name": "tiny", "network": "pairs", "time_ratio": 2.0}
+    costs = {"activation_bytes": mib * 2**20, "flops_ratio": flops}
+    return {**fixed, "contestant": contestant, **costs}
+
+
+def test_who_is_ahead_is_named():
+    """Between two points by interpolation; a point with more bytes and more FLOPs is on no line."""
+    rows = [
+        *(row("plain", 9, 1.0), row("retrograd", 2, 1.3), row("retrograd, 50%", 5, 1.15)),
+        *(row("checkpoint", 3, 1.2), row("checkpoint, worse", 4, 1.4), row("offloaded", 1, 1.4)),
+    ]
+    lines = frontier.lines_of(rows)
+    assert frontier.at(lines["checkpoint"], 5 * 2**20).flops == pytest.approx(1.2 - 2 / 6 * 0.2)
+    assert [point.name for point in frontier.behind(lines, "flops")] == ["retrograd, 50%"]
+    assert frontier.behind(lines, "time") == []
+    ahead = {point.name: there for point, there in frontier.ahead(lines)}
+    assert ahead["checkpoint"].flops == pytest.approx(1.25)
+    assert ahead == {"checkpoint": ahead["checkpoint"], "offloaded": None}
+    assert frontier.text(rows).endswith(
+        "| tiny, pairs | 1 of 2 | 2 of 2 | offloaded: 1.00, 1.400 in 2.00 (needs more)<br>"
+        "checkpoint: 3.00, 1.200 in 2.00 (1.250 in 2.00) |"
+    )
 
 
 @pytest.mark.parametrize(

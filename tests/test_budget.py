@@ -15,14 +15,24 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 import retrograd as rg
-from benchmarks import ordinary
-from benchmarks.cases import SIZES, Attention, FeedForward, Plain, checkpoint, pairs
-from benchmarks.steps import example, flops, step
+from benchmarks import frontier
+from benchmarks.cases import (
+    SIZES,
+    Attention,
+    FeedForward,
+    Plain,
+    Size,
+    checkpoint,
+    contestants,
+    pairs,
+)
+from benchmarks.rivals import ORDINARY
+from benchmarks.steps import example, flops, measure, step
 from retrograd import profiling
 from retrograd.core import private
 from retrograd.core.memory import Choice, Plan, block_starts
 from retrograd.core.walk import Walk
-from retrograd.measure import LiveBytes, activation_bytes
+from retrograd.measure import Flops, LiveBytes, activation_bytes
 from retrograd.profile import Profile
 from retrograd.profiling import REMEMBERED
 from tests import processes, test_compat_parity, zoo
@@ -50,15 +60,33 @@ def input_gradient(network, x):
 # --- what must be shown: 24 transformer blocks of width 128, 4 x 256 tokens
 
 
-def test_an_ordinary_network_is_on_the_line_of_selective_checkpointing():
-    _, rows = ordinary.measure(blocks=3, width=384, batch=2, tokens=256)
-    for row in rows:
-        assert row.ours.bytes <= row.checkpointed.bytes, row.policy
-        assert row.ours.flops <= 1.015 * ordinary.on_line(rows, row.ours.bytes), row.policy
+def test_an_ordinary_network_is_on_the_lines_of_checkpointing():
+    size = Size("", blocks=3, width=384, batch=2, tokens=256)
+    names = [name for name in ORDINARY.contestants if name.startswith(("checkpoint", "selective"))]
+    networks = contestants(size, names, ORDINARY.contestants)
+    lines = frontier.lines_of(measure(size, networks, rounds=1, streams=1))
+    x = example(size, streams=1)
+    of_plain = flops(networks["plain"], x)
+    layers = [layer for pair in pairs(size) for layer in pair]
+    for point in lines["selective"]:
+        net = rg.Residual(layers, memory=rg.Budget(point.bytes))
+        bytes_ = needed(net, x)
+        assert bytes_ <= point.bytes, point
+        for name, points in lines.items():
+            there = frontier.at(points, bytes_)
+            if there is not None:
+                assert flops(net, x) / of_plain <= 1.015 * there.flops, (name, point)
 
 
 def test_the_line_between_time_and_memory(monkeypatch):
     """In FLOPs without those of attention, which torch before 2.14 does not count on a CPU."""
+
+    def flops(network, x):
+        network.zero_grad()
+        with Flops() as counter:
+            step(network, x)
+        return counter.total
+
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     for attention in (private.CPU_ATTENTION, backward):
         monkeypatch.delitem(flop_registry, attention, raising=False)

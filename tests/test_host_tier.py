@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import retrograd as rg
-from benchmarks.ordinary import FlopsOfAll
+from benchmarks.steps import FlopsOfAll
 from retrograd.compiling.obstacles import _obstacle_of_settings
 from retrograd.core import host_memory
 from retrograd.planner import least_peak

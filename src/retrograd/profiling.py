@@ -191,11 +191,13 @@ def plan_call(
     if not getattr(memory, "needs_profile", False):
         return plan_of(memory, Call(targets)), []
     # Hooks around the stack (checkpoint, an outer stack) run this forward again, and must find the
-    # same graph then. Lazy modules have no shapes yet.
-    if surrounding_hooks() is not None or any(map(is_lazy, stack.parameters())):
+    # same graph then.
+    if surrounding_hooks() is not None:
         return plan_of(memory, Call(targets)), []
     leaves = flatten(keywords)[0]
     structure = cache.structure_of(functions_of(program, leaves))
+    if any(map(is_lazy, structure.lazy)):  # they have no shapes yet
+        return plan_of(memory, Call(targets)), []
     if cache.profiled is not structure.usages or structure.attributes.will_be_inspected():
         cache.profiled = structure.usages
         cache.profiles = Recent(REMEMBERED)

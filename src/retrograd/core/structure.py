@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from retrograd.core import errors
 from retrograd.core.host_memory import HostMemory
@@ -153,6 +154,7 @@ class Structure:
             function.first_parameter = len(self.parameters)
             self.modules += function.modules
             self.parameters += function.parameters
+        self.lazy = list(filter(is_lazy, self.parameters))  # those that had no shape
         self.dtypes = {parameter.dtype for parameter in self.parameters}
         self.buffers = [module._buffers for module in self.modules]
         self.has_user_modules = any(function.user_modules for function in self.distinct)
@@ -160,7 +162,8 @@ class Structure:
         members = [members for function in self.distinct for members in function.members]
         self._slots = [slot for m in members for slot in (m.parameters, m.submodules)]
         self._sizes = [len(slot) for slot in self._slots]
-        self._values = [value for slot in self._slots for value in slot.values()]
+        self._filled = [slot for slot in self._slots if slot]
+        self._values = [value for slot in self._filled for value in slot.values()]
         self._sum_up_usage()
         self.has_scripts = any(function.is_script for function in self.distinct)
         self.attributes = Attributes(self.modules)
@@ -194,7 +197,7 @@ class Structure:
         """Whether all modules have the members that they had."""
         if list(map(len, self._slots)) != self._sizes:
             return False
-        now = itertools.chain.from_iterable(map(_values, self._slots))
+        now = itertools.chain.from_iterable(map(_values, self._filled))
         return all(map(operator.is_, now, self._values))
 
 

@@ -266,14 +266,15 @@ def sample(leaf: Tensor) -> Sample:
 
     Numbers of a tensor on the CPU. On an accelerator a small tensor, because reading it would wait.
     """
-    if is_fake(leaf):
-        return None
-    if type(leaf) is not Tensor:  # of a sharded tensor, the local part
-        leaf = local(leaf).as_subclass(Tensor)
+    if type(leaf) is not Tensor:
+        if is_fake(leaf):
+            return None
+        leaf = local(leaf).as_subclass(Tensor)  # of a sharded tensor, the local part
     if not has_values(leaf):
         return None
-    count = min(leaf.numel(), ELEMENTS)
-    step = max(leaf.numel() // ELEMENTS, 1)
+    size = leaf.numel()
+    count = min(size, ELEMENTS)
+    step = max(size // ELEMENTS, 1)
     step -= step % 2 == 0  # an even step would stay in a few columns
     if leaf.is_contiguous():
         picked = leaf.as_strided((count,), (step,))
