@@ -16,6 +16,8 @@ import retrograd as rg
 from benchmarks import __main__ as benchmarks
 from benchmarks import gpu
 from retrograd import cli
+from retrograd.compiling.seams import OLDEST as OLDEST_WHOLE
+from retrograd.core.torch_version import VERSION
 from speedrun import __main__ as speedrun
 from speedrun.attacks import __main__ as attacks
 from tests.packages import load
@@ -44,7 +46,10 @@ SITE = ("mkdocs", "material", "mkdocstrings")
 @pytest.mark.filterwarnings("ignore")  # of the packages that pages start from
 def test_the_code_runs_as_written(page):
     load("nuwa_pytorch")  # with a stand-in for torchvision
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    text = page.read_text()
+    if VERSION < OLDEST_WHOLE:  # stacks break the graph
+        text = text.replace("fullgraph=True", "fullgraph=False")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     if any(
         "init_process_group" in block for block in blocks
     ):  # in a process of its own, which gloo's threads end badly
