@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from retrograd.core.private import are_transforms_active
+from retrograd.core.private import are_transforms_active, begin_in_node, end_in_node
 from retrograd.core.tensors import local, nbytes, storage_of
 from retrograd.measure import LiveBytes
 
@@ -103,7 +103,7 @@ class BackwardWatch(LiveBytes):
             self._arrive(index)
         self.node_peak = self.now
         self.own_gradients = self.gradient_bytes
-        self.__enter__()
+        begin_in_node(self)
 
     def _leave(
         self,
@@ -115,7 +115,7 @@ class BackwardWatch(LiveBytes):
     ) -> None:
         if self.is_over or index != self.index:
             return
-        self.__exit__(None, None, None)
+        end_in_node(self)
         made = list(zip(gradients, places, leaves))
         # Autograd adds the gradient of a stream to the one that it has, in new memory.
         sums = sum(nbytes(g) for g, _, is_leaf in made if g is not None and is_leaf)

@@ -153,6 +153,19 @@ def _end(mode: DispatchMode, depth: int) -> None:
             _C._pop_torch_dispatch_stack(None)
 
 
+def begin_in_node(mode: DispatchMode) -> None:
+    """Start a mode in a hook that runs before a node of backward; `end_in_node` ends it after it.
+
+    If the node raises, no hook runs. Torch then puts its modes back, but not the setting of
+    `_UncompiledMode`, so this leaves it alone: run no compiled code in such a node.
+    """
+    TorchDispatchMode.__enter__(mode)
+
+
+def end_in_node(mode: DispatchMode) -> None:
+    TorchDispatchMode.__exit__(mode, None, None, None)
+
+
 class PassiveMode(DispatchMode):
     """Does nothing. A few operations (`ctc_loss`) save other tensors if any mode is active, so what
     ran in a mode runs again in one.
