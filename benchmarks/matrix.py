@@ -187,11 +187,14 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
 
     Depth is that of the width and the length for which rows of the most depths were measured.
     """
+    import matplotlib
+
     folder.mkdir(parents=True, exist_ok=True)
     pairs = [row for row in rows if row["network"] == PAIRS.name]
     figures = {"memory.svg": _memory(_of_most_depths(pairs)), **frontier.figures(rows)}
-    for name, figure in figures.items():
-        figure.savefig(folder / name, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "retrograd"}):  # the same file each time
+        for name, figure in figures.items():
+            figure.savefig(folder / name, metadata={"Date": None})
     return [folder / name for name in figures]
 
 
