@@ -88,9 +88,12 @@ def test_the_pretrained_example_runs():
     assert float(ours) < 0.7 * float(plain)
 
 
-def test_there_are_three_kinds():
-    """A pretrained network, an installed package on retrograd, a network built with retrograd."""
-    pretrained, reformer, vision = EXAMPLES
+def test_there_are_four_kinds():
+    """Adaptors for other libraries, a pretrained network, an installed package on retrograd, a
+    network built with retrograd.
+    """
+    adaptors, pretrained, reformer, vision = EXAMPLES
+    assert "rg.Reversible(" in adaptors.read_text()
     assert "rg.convert(model" in pretrained.read_text()
     assert 'rg.compat.install("reformer_pytorch")' in reformer.read_text()
     assert "from retrograd.models.vision import" in vision.read_text()

@@ -17,7 +17,6 @@ at each update depends on the ratios only, so it is known before anything runs.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -43,6 +42,8 @@ class Ratio(NamedTuple):
 
 def ratio_of(a: float) -> Ratio | None:
     """`a` as a ratio; None if it is not one of small whole numbers."""
+    from fractions import Fraction  # and decimal with it: a tenth of what importing retrograd takes
+
     fraction = Fraction(abs(a)).limit_denominator(LARGEST)
     if float(fraction) != abs(a) or not 0 < fraction.numerator <= LARGEST:
         return None
