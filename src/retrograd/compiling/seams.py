@@ -182,8 +182,8 @@ class TracedEachTime:
     """An argument that lets torch trace a region for each call, and then merge equal graphs.
 
     Torch 2.13 would take the graph of another call, if the guards of that one hold here. They miss
-    hooks, methods of one object, and tied weights: silently wrong results. Torch does so only if it
-    knows the types of all arguments.
+    hooks and methods of one object: silently wrong results. Torch does so only if it knows the
+    types of all arguments.
     """
 
 
