@@ -213,8 +213,9 @@ def measure(
         settings = {"activation_memory_budget": budget, "enable_autograd_cache": False}
         with functorch_config.patch(settings), sources() as found:
             step(run, x)
-        is_compiled = not name.endswith("eager")
         python = time.process_time() - start
+        step(run, x)
+        is_compiled = not name.endswith("eager")
         saved, flops = Observed.graphs[-1] if Observed.graphs else (None, None)  # type: ignore[misc]
         if not is_compiled:
             flops = eager_flops(run, x)

@@ -16,7 +16,7 @@ from compatibility.__main__ import merged
 from compatibility.networks import ON_DEVICE, OURS, SHOWN
 from compatibility.rows import ROWS
 from compatibility.verdict import EQUAL, NOT_RUN, RAISED, WRONG, Row, judge
-from retrograd.compiling.seams import OLDEST as OLDEST_WHOLE
+from retrograd.compiling.seams import TOO_OLD
 from retrograd.core.torch_version import VERSION
 from tests import device, planted, processes
 
@@ -68,7 +68,7 @@ def check(row: Row, on_device: bool = False) -> None:
 def test_retrograd(row):
     if "pipeline" in row.title and not processes.PIPELINES_WORK:
         pytest.skip(processes.NO_PIPELINES)
-    if row.title.endswith(WHOLE) and VERSION < OLDEST_WHOLE:
+    if row.title.endswith(WHOLE) and TOO_OLD:
         outcome = runner.run(row, "retrograd")
         assert outcome["verdict"] == RAISED
         assert "no place for retrograd's pass" in outcome["detail"]

@@ -41,9 +41,9 @@ def _obstacle_of_settings(stack: Any) -> str | None:
             kind = type(coupling).__name__
             return f"{where} is {kind}, whose inverse has to be tried on live data"
     memory = stack.memory
-    if getattr(memory, "needs_profile", False) and budget_of(memory) is None:
-        return f"memory={memory!r} plans from a measured call, and a graph is compiled without one"
     budget = budget_of(memory)
+    if getattr(memory, "needs_profile", False) and budget is None:
+        return f"memory={memory!r} plans from a measured call, and a graph is compiled without one"
     if budget is not None and budget.host is not None:
         return f"memory={budget!r} keeps values on the host, and a compiled graph copies none there"
     return None
